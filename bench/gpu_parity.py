@@ -1,9 +1,9 @@
 """Compares the device's engine with the CPU's in float32, kind by kind: `python -m bench.gpu_parity`.
 
-Both run the same passes over the reference target with random tokens: chunks of prompts, trees of several texts at once,
-moves of committed rows, copies between slots, and choices under shared noise. Prints the widest gap between their logits
-for each kind, in logits; float32 sums in another order differ by about 1e-5. Choices are compared on the same logits
-with the host's sampler, so they must be equal.
+Both run the same passes over the reference target with random tokens: chunks of prompts, trees of several texts at
+once, moves of committed rows, copies between slots, and choices under shared noise. Prints the widest gap between their
+logits for each kind; float32 sums in another order differ by about 1e-5. Choices are compared with those of the host's
+sampler on the same logits, so they must be equal.
 """
 
 from __future__ import annotations

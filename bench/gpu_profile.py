@@ -71,7 +71,7 @@ def main(
             step(engine, texts, count, context, best)
             times.append(time.perf_counter() - began)
         wall_ms = median(times) * 1e3
-        busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))  # type: ignore[misc]
+        busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))
         print(
             f"profile: shape={shape} texts={texts} rows={count} best={best} "
             f"step_ms={wall_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"

@@ -87,7 +87,7 @@ def step_seconds(
     with torch.inference_mode(), torch.device("meta"):
         transformer = gpt_fast.Transformer(_arguments(gpt_fast, config))
     transformer.load_state_dict(_state(source, config, dtype), assign=True, strict=True)
-    transformer.eval()
+    transformer.to(device).eval()
     with torch.inference_mode(), torch.device(device):
         transformer.setup_caches(max_batch_size=len(prompts), max_seq_length=CONTEXT)
         decode: Any = _decode_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,29 +41,35 @@ class Segment:
         """Number of rows for which the pass gives logits."""
         return len(self.tokens) if self.wanted is None else self.wanted
 
-    def check(self, *, slots: int, rows: int, vocabulary: int, positions: int) -> None:
+    def check(self, *, slots: int, rows: int) -> None:
         """Raise ValueError when the segment does not fit an engine of that shape."""
-        count = len(self.tokens)
-        checks = (
-            (count >= 1, "has no rows"),
-            (0 <= self.slot < slots, f"slot {self.slot} is not one of the engine's {slots}"),
-            (self.positions.shape == (count,), f"has {count} tokens and positions {self.positions.shape}"),
-            (
-                self.mask is None or (self.mask.shape[0] == count and self.mask.shape[1] >= count),
-                f"has {count} tokens and a mask of another height, or one narrower than that",
-            ),
-            (
-                self.prefix >= 0 and self.prefix + self.span <= rows,
-                f"prefix {self.prefix} and {self.span} rows behind it do not fit the slot's {rows} rows",
-            ),
-            (0 <= self.outputs <= count, f"wants {self.wanted} rows of logits of {count}"),
-        )
-        for holds, problem in checks:
-            if not holds:
-                raise ValueError(f"segment of slot {self.slot}: {problem}")
-        if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
-            raise ValueError(f"segment of slot {self.slot}: a token outside the vocabulary of {vocabulary}")
-        if self.positions.min() < 0 or self.positions.max() >= positions:
-            raise ValueError(f"segment of slot {self.slot}: a position outside 0 .. {positions - 1}")
-        if self.mask is not None and not self.mask.diagonal(self.span - count).all():
-            raise ValueError(f"segment of slot {self.slot}: a row that does not see itself")
+        count, mask = len(self.tokens), self.mask
+        if count < 1:
+            problem = "has no rows"
+        elif not 0 <= self.slot < slots:
+            problem = f"slot {self.slot} is not one of the engine's {slots}"
+        elif self.positions.shape != (count,):
+            problem = f"has {count} tokens and positions {self.positions.shape}"
+        elif mask is not None and (mask.shape[0] != count or mask.shape[1] < count):
+            problem = f"has {count} tokens and a mask of another height, or one narrower than that"
+        elif self.prefix < 0 or self.prefix + self.span > rows:
+            problem = f"prefix {self.prefix} and {self.span} rows behind it do not fit the slot's {rows} rows"
+        elif not 0 <= self.outputs <= count:
+            problem = f"wants {self.wanted} rows of logits of {count}"
+        elif mask is not None and not mask.diagonal(mask.shape[1] - count).all():
+            problem = "a row that does not see itself"
+        else:
+            return
+        raise ValueError(f"segment of slot {self.slot}: {problem}")
+
+
+def check_numbers(segments: Sequence[Segment], vocabulary: int, positions: int) -> None:
+    """Raise ValueError for a token or a position out of range. The segments of a pass are looked at together."""
+    for arrays, limit, problem in (
+        ([it.tokens for it in segments], vocabulary, f"a token outside the vocabulary of {vocabulary}"),
+        ([it.positions for it in segments], positions, f"a position outside 0 .. {positions - 1}"),
+    ):
+        numbers = np.concatenate(arrays)
+        if numbers.min() < 0 or numbers.max() >= limit:
+            bad = next(it for it, own in zip(segments, arrays, strict=True) if own.min() < 0 or own.max() >= limit)
+            raise ValueError(f"segment of slot {bad.slot}: {problem}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
-from outrider.engine.batch import Segment
+from outrider.engine.batch import Segment, check_numbers
 from outrider.engine.features import Features
 from outrider.engine.logits import HostLogits, Logits
 
@@ -165,7 +165,8 @@ class Engine(Traits, ABC):
         if not segments:
             raise ValueError("a pass needs at least one segment")
         for segment in segments:
-            segment.check(slots=self.slots, rows=self.rows, vocabulary=self.vocabulary, positions=self.positions)
+            segment.check(slots=self.slots, rows=self.rows)
+        check_numbers(segments, self.vocabulary, self.positions)
         if len({segment.slot for segment in segments}) != len(segments):
             raise ValueError("two segments of a pass share a slot")
 

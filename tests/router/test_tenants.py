@@ -47,8 +47,8 @@ async def two_tenants(redis_url: str, verifier: FakeVerifier) -> AsyncIterator[t
 async def outcome(rig: Rig, method: str, request: Any, metadata: Metadata) -> tuple[Any, ...]:
     """All that a caller can observe: status, text and trailers, or the answer.
 
-    On a stream of requests none is sent: gRPC for Python reports INTERNAL when it sends one to a call that has just been
-    refused.
+    On a stream of requests none is sent: gRPC for Python reports INTERNAL when it sends one to a call that has just
+    been refused.
     """
     call = getattr(rig.stub, method)(None if method == "Answers" else request, metadata=metadata)
     try:

@@ -26,7 +26,8 @@ class DeviceLogits:
         self._chosen = np.zeros(rows, np.bool_)  # whether tokens were chosen for it
         self._logits: list[Tensor] = []
         self._choices: list[Tensor | None] = []
-        self._fetched: list[NDArray[np.float64] | None] = []
+        self._best: list[BestTokens | None] = []  # of all rows of a part together
+        self._firsts: list[tuple[list[int], list[float]]] = []  # first tokens and their gaps
 
     def add(self, rows: NDArray[np.int64], chosen: NDArray[np.bool_], logits: Tensor, choices: Tensor | None) -> None:
         """Add a part. `rows`: what its first rows are in the result; `chosen`: whether tokens were chosen for each.
@@ -41,22 +42,33 @@ class DeviceLogits:
 
     def fetch(self) -> None:
         """Read the chosen tokens. Here the host waits for the device, once a pass."""
-        self._fetched = [None if it is None else it.cpu().numpy() for it in self._choices]
+        for choices in self._choices:
+            if choices is None:
+                self._best.append(None)
+                self._firsts.append(([], []))
+                continue
+            found = choices.cpu().numpy()
+            count = found.shape[1] // 2
+            tokens, scores = found[:, :count].astype(np.int64), found[:, count:]
+            self._best.append(BestTokens(tokens, scores))
+            self._firsts.append((tokens[:, 0].tolist(), (scores[:, 0] - scores[:, 1]).tolist()))
 
     def row(self, index: int) -> NDArray[np.float32]:
         row: NDArray[np.float32] = self._logits[self._part[index]][self._at[index]].cpu().numpy()
         return row
 
     def choice(self, index: int) -> Choice | None:
-        best = self.best(index)
-        return None if best is None else Choice(int(best.tokens[0]), float(best.scores[0] - best.scores[1]))
+        if not self._chosen[index]:
+            return None
+        tokens, gaps = self._firsts[self._part[index]]
+        return Choice(tokens[self._at[index]], gaps[self._at[index]])
 
     def best(self, index: int) -> BestTokens | None:
-        choices = self._fetched[self._part[index]] if self._chosen[index] else None
-        if choices is None:
+        found = self._best[self._part[index]] if self._chosen[index] else None
+        if found is None:
             return None
-        tokens, scores = np.split(choices[self._at[index]], 2)
-        return BestTokens(tokens.astype(np.int64), scores)
+        at = self._at[index]
+        return BestTokens(found.tokens[at], found.scores[at])
 
     def all(self) -> NDArray[np.float32]:
         """Return all rows: [rows, vocabulary], with one copy where there is one part."""

@@ -1,11 +1,11 @@
 """The engine on an accelerator, for the Llama family. The host waits only for the few numbers that a step needs.
 
-A pass takes the rows of all segments, one behind another, and runs at one of a few numbers of rows (`packing`). One copy
-brings all of its inputs to the device (`input_buffers`). The rest is recorded once for each number of rows, and replayed
-as one call (`cuda_graphs`): moves of committed cache rows, the layers with their attention (`tree_attention`), and in a
-second recording, by the number of rows that want logits, the head and the choice of tokens under shared noise. Only the
-chosen tokens return to the host. Logits stay on the device until a row is used, by contracts with filters or penalties
-and by drafters.
+A pass takes the rows of all segments, one behind another, and runs at one of a few numbers of rows (`packing`). One
+copy brings all of its inputs to the device (`input_buffers`). The rest is recorded once for each number of rows, and
+replayed as one call (`cuda_graphs`): moves of committed cache rows, and the layers with their attention
+(`tree_attention`). A second recording, by the number of rows that want logits, has the head and the choice of tokens
+under shared noise. Only the chosen tokens return to the host. Logits stay on the device until a row is used, by
+contracts with filters or penalties and by drafters.
 
 With `device="cpu"` the same code runs on operations of torch and without recordings, which serves tests; for CPUs use
 `CpuEngine`.
@@ -364,8 +364,9 @@ class DeviceEngine(Engine):
                 inputs.written_rows,
                 norms,
             )
+            keys, values = self._cache[index]
             attended = kernels.attend(
-                queries, *self._cache[index], inputs.tiles, inputs.trees, plan=plan, buffers=self._attention
+                queries, keys, values, inputs.tiles, inputs.trees, plan=plan, buffers=self._attention
             )
             out = add(linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
             normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, out)
@@ -431,8 +432,9 @@ def _check_memory(device: torch.device, shape: tuple[int, ...], dtype: torch.dty
     if needed > room:
         _, _, slots, _, rows, _ = shape
         raise ConfigError(
-            f"slots: the KV of {slots} texts of {rows} tokens takes {needed / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB "
-            f"of {device} are free beside the weights; lower slots to {max(0, room) * slots // needed}, or the context"
+            f"slots: the KV of {slots} texts of {rows} tokens takes {needed / 2**30:.1f} GiB, and "
+            f"{room / 2**30:.1f} GiB of {device} are free beside the weights; lower slots to "
+            f"{max(0, room) * slots // needed}, or the context"
         )
 
 

@@ -74,8 +74,8 @@ class Outputs:
         ends, stops = np.cumsum([len(part.segment.tokens) for part in parts]), np.cumsum(wanted)
         at = np.arange(total)
         rows = at + np.repeat(ends - stops, wanted)  # the last rows of each segment
-        starts = np.array([first[part.index] + part.first_output for part in parts])
-        own = [draws[part.index] for part in parts]
+        starts = np.array([first[part.call_index] + part.first_output for part in parts])
+        own = [draws[part.call_index] for part in parts]
         bases = np.array([_NO_DRAW.base if draw is None else draw.base for draw in own], np.uint64)
         temperatures = np.array([_NO_DRAW.temperature if draw is None else draw.temperature for draw in own])
         positions = _joined([part.segment.positions for part in parts])[rows]
@@ -91,8 +91,11 @@ class Outputs:
         """Return runs of at most so many outputs; at least one run."""
         if len(self.rows) <= most:
             return [self]
-        arrays = (self.rows, self.places, self.drawn, self.keys, self.temperatures)
-        return [Outputs(*(it[at : at + most] for it in arrays)) for at in range(0, len(self.rows), most)]
+        runs = [slice(at, at + most) for at in range(0, len(self.rows), most)]
+        return [
+            Outputs(self.rows[run], self.places[run], self.drawn[run], self.keys[run], self.temperatures[run])
+            for run in runs
+        ]
 
 
 class _Field(NamedTuple):
@@ -104,7 +107,8 @@ class _Field(NamedTuple):
     stop: int
 
 
-NO_OUTPUTS = Outputs(*(np.empty(0, kind) for kind in (np.int64, np.int64, np.bool_, np.int64, np.float64)))  # type: ignore[arg-type]
+_NO_ROWS = np.empty(0, np.int64)
+NO_OUTPUTS = Outputs(_NO_ROWS, _NO_ROWS, np.empty(0, np.bool_), _NO_ROWS, np.empty(0))
 
 
 def moves_of(rows: int) -> int:

@@ -35,7 +35,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Add `delta` to the residual stream in place, if there is one, and return its RMS norm (arXiv 1910.07467).
 
-        `hidden`, `delta`: [rows, width], the first float32; `weight`: [width] float32. Returns [rows, width] in `dtype`.
+        `hidden`, `delta`: [rows, width], the first float32; `weight`: [width] float32. The norm: [rows, width].
         """
 
     def rotate(

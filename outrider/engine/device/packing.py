@@ -16,7 +16,7 @@ OUTPUTS = tuple(rows for rows in ROWS if rows <= 256)  # rows of which the head 
 class PassPart(NamedTuple):
     """A segment of a pass: one of the call's segments, or some of its rows."""
 
-    index: int  # of the call's segment
+    call_index: int  # of the call's segment
     segment: Segment
     first_output: int  # among the outputs of the call's segment
 

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
 from torch.nn.functional import linear
 
 from outrider.engine.device import sampling
@@ -22,9 +21,10 @@ __all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
 WIDE = 2048  # numbers from which on a program has eight warps
 UNITS = 1024  # of a program of `gate`
 HEADS = 4  # of a program of `rotate`
-VOCABULARY = 2048  # logits of a program of `choose`
-MOST = 64  # candidates of a row that `choose` finds
-NO_TOKEN = 2**31 - 1  # behind all tokens
+VOCABULARY = 2048  # logits of a program of `choose`, for few candidates
+MERGED = 512  # candidates, or logits, among which one warp finds the best
+FEW, MOST = 8, 64  # candidates of a row that `choose` finds
+NO_TOKEN = tl.constexpr(2**31 - 1)  # behind all tokens
 LARGEST_U = tl.constexpr(1.0 - 2.0**-24)
 PHI = tl.constexpr(0x9E3779B97F4A7C15)
 
@@ -32,7 +32,7 @@ PHI = tl.constexpr(0x9E3779B97F4A7C15)
 @triton.jit
 def _norm_kernel(
     hidden, delta, weight, normed, width, eps, ADDED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -89,7 +89,7 @@ def _launch_norm(
 
 
 @triton.jit
-def _rotate_kernel(  # type: ignore[no-untyped-def]
+def _rotate_kernel(
     new, queries, cache, cos, sin, positions, slots, rows, query_norm, key_norm, eps,
     heads, kv_heads, part_stride, slot_stride, head_stride, DIM: tl.constexpr, NORMED: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr,
@@ -156,7 +156,7 @@ def rotate(
 
 
 @triton.jit
-def _gate_kernel(gate_up, units, ffn, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_kernel(gate_up, units, ffn, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < ffn
@@ -174,7 +174,7 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gumbel(key, token):  # type: ignore[no-untyped-def]
+def _gumbel(key, token):
     """Return standard Gumbel noise: float64. 1 - u is exact, so the logarithm of it is log1p(-u)."""
     value = key + (token.to(tl.uint64) + 1) * PHI
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
@@ -185,7 +185,7 @@ def _gumbel(key, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _choose_kernel(  # type: ignore[no-untyped-def]
+def _choose_kernel(
     parts, logits, keys, temperatures, block_scores, block_tokens, part_stride, row_stride, vocabulary, unpadded,
     count, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -207,25 +207,41 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         for index in range(count):
             leading = tl.where(left, score, float("-inf"))
             most = tl.max(leading, 0)
-            first = tl.min(tl.where(left & (leading == most), token, 2147483647), 0)
+            first = tl.min(tl.where(left & (leading == most), token, NO_TOKEN), 0)
             tl.store(block_scores + place + index, most)
             tl.store(block_tokens + place + index, first)
             left = left & (token != first)
 
 
 @triton.jit
-def _merge_kernel(block_scores, block_tokens, choices, found, vocabulary, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+def _merge_kernel(
+    scores,
+    tokens,
+    merged_scores,
+    merged_tokens,
+    choices,
+    found,
+    vocabulary,
+    count,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = group * BLOCK + tl.arange(0, BLOCK)
     left = at < found
-    score = tl.load(block_scores + row * found + at, mask=left, other=float("-inf"))
-    token = tl.load(block_tokens + row * found + at, mask=left, other=2147483647)
+    score = tl.load(scores + row * found + at, mask=left, other=float("-inf"))
+    token = tl.load(tokens + row * found + at, mask=left, other=NO_TOKEN)
+    place = (row * tl.num_programs(1) + group) * count
     for index in range(count):
         leading = tl.where(left, score, float("-inf"))
         most = tl.max(leading, 0)
-        first = tl.min(tl.where(left & (leading == most), token, 2147483647), 0)
-        tl.store(choices + row * 2 * count + index, tl.minimum(first, vocabulary - 1).to(tl.float64))
-        tl.store(choices + (row * 2 + 1) * count + index, most)
+        first = tl.min(tl.where(left & (leading == most), token, NO_TOKEN), 0)
+        if LAST:
+            tl.store(choices + row * 2 * count + index, tl.minimum(first, vocabulary - 1).to(tl.float64))
+            tl.store(choices + (row * 2 + 1) * count + index, most)
+        else:
+            tl.store(merged_scores + place + index, most)
+            tl.store(merged_tokens + place + index, first)
         left = left & (token != first)
 
 
@@ -235,24 +251,37 @@ def choose(
     """See `Kernels.choose`."""
     rows, vocabulary = logits.shape
     count = 0 if choices is None else choices.shape[1] // 2
-    if count > MOST:  # too many for `_merge_kernel`
+    if count > MOST:  # too many for `_merge_kernel`, which takes them from groups of `MERGED`
         choose(parts, logits, keys, temperatures, unpadded, None)
         steps = sampling.noise_steps(vocabulary, logits.device)
         found, best_scores = sampling.best(sampling.scores(logits, keys, temperatures, steps), count)
         choices.copy_(torch.cat((found.double(), best_scores), 1))  # type: ignore[union-attr]
         return
-    blocks = triton.cdiv(vocabulary, VOCABULARY)
-    scores = torch.empty(rows, blocks * max(count, 1), dtype=torch.float64, device=logits.device)
-    tokens = torch.empty(scores.shape, dtype=torch.int32, device=logits.device)
+    block, warps = (VOCABULARY, 8) if count <= FEW else (MERGED, 1)  # a search by one warp waits for no other
+    blocks = triton.cdiv(vocabulary, block)
+    scores, tokens = _candidates(rows, blocks * max(count, 1), logits.device)
     _choose_kernel[(rows, blocks)](
-        parts, logits, keys, temperatures, scores, tokens, rows * parts.stride(0), parts.stride(0), vocabulary, unpadded,
-        count, PARTS=len(parts) // rows, BLOCK=VOCABULARY, num_warps=8,
+        parts, logits, keys, temperatures, scores, tokens, rows * parts.stride(0), parts.stride(0), vocabulary,
+        unpadded, count, PARTS=len(parts) // rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    if choices is not None:
-        block = triton.next_power_of_2(blocks * count)
-        _merge_kernel[(rows,)](
-            scores, tokens, choices, blocks * count, vocabulary, count, BLOCK=block, num_warps=8 if block >= WIDE else 4
-        )
+    while choices is not None:
+        found = scores.shape[1]
+        groups = triton.cdiv(found, MERGED)
+        last = groups == 1
+        merged_scores, merged_tokens = (scores, tokens) if last else _candidates(rows, groups * count, logits.device)
+        _merge_kernel[(rows, groups)](
+            scores, tokens, merged_scores, merged_tokens, choices, found, vocabulary, count,
+            LAST=last, BLOCK=min(MERGED, triton.next_power_of_2(found)), num_warps=1,
+        )  # fmt: skip
+        if last:
+            return
+        scores, tokens = merged_scores, merged_tokens
+
+
+def _candidates(rows: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for scores and tokens: [rows, count]."""
+    scores = torch.empty(rows, count, dtype=torch.float64, device=device)
+    return scores, torch.empty(rows, count, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -269,7 +298,7 @@ def _move_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     move, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + move)
     source, target = tl.load(sources + move), tl.load(targets + move)

@@ -47,7 +47,7 @@ class WeightReader:
     `config`: that of the complete model. Tensors are copied to `device` in `dtype`, norms in float32; without a device
     they may be views of a file. `interleaved`: the two numbers that RoPE rotates are neighbours in queries and keys;
     otherwise they are in two halves, as in the checkpoint. `group_first`: query heads are ordered (group, KV head), so
-    that those which share a KV head are neighbours in one attention call without a copy; otherwise as in the checkpoint.
+    that one attention call has those which share a KV head side by side without a copy; else as in the checkpoint.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class WeightReader:
         return interleave(rows, self._config.head_dim) if self._interleaved else rows
 
     def _group_first(self, rows: Tensor) -> Tensor:
-        """Return rows in the order (group, kv head, dim), from the order (kv head, group, dim), where that is wanted."""
+        """Return rows in the order (group, kv head, dim), from (kv head, group, dim), where that is wanted."""
         if not self._reorders_heads:
             return rows
         part = self._part

@@ -219,7 +219,7 @@ def test_passes_hold_all_rows_of_a_call_in_order(seed: int) -> None:
     passes = packed(segments)
     assert all(0 < sum(len(part.segment.tokens) for part in parts) <= MOST_ROWS for parts in passes)
     for index, segment in enumerate(segments):
-        parts = [part for parts in passes for part in parts if part.index == index]
+        parts = [part for parts in passes for part in parts if part.call_index == index]
         if len(segment.tokens) <= MOST_ROWS:
             assert [part.segment for part in parts] == [segment]
         assert np.array_equal(np.concatenate([part.segment.tokens for part in parts]), segment.tokens)

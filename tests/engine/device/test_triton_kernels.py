@@ -1,4 +1,4 @@
-"""The Triton kernels compute what the reference on torch does: under the interpreter, or on a GPU where there is one."""
+"""The Triton kernels compute what the reference on torch does: under the interpreter, or on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_gates(run: Run, rows: int, ffn: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(1, 4, 2, 16), (6, 8, 4, 64), (5, 3, 1, 6), (3, 14, 2, 80)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim"), [(1, 4, 2, 16), (6, 8, 4, 64), (5, 3, 1, 6), (3, 14, 2, 80)]
+)
 def test_rotations_and_what_they_write(
     run: Run, rows: int, heads: int, kv_heads: int, dim: int, dtype: str, normed: bool
 ) -> None:
@@ -62,11 +64,16 @@ def test_moves_that_overlap(run: Run) -> None:
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "unpadded", "candidates", "parts"),
-    [(1, 50, 50, 2, 1), (8, 4096, 4096, 2, 1), (4, 5000, 4100, 8, 2), (4, 3000, 2900, 64, 1), (3, 90, 60, 70, 1), (2, 99, 9, 0, 2)],
+    [
+        (1, 50, 50, 2, 1),
+        (8, 4096, 4096, 2, 1),
+        (4, 5000, 4100, 8, 2),
+        (4, 3000, 2900, 64, 1),
+        (3, 90, 60, 70, 1),
+        (2, 99, 9, 0, 2),
+    ],
 )
-def test_choices(
-    run: Run, rows: int, vocabulary: int, unpadded: int, candidates: int, parts: int, alike: bool
-) -> None:
+def test_choices(run: Run, rows: int, vocabulary: int, unpadded: int, candidates: int, parts: int, alike: bool) -> None:
     logits, scores, tokens, order = run("choices", rows, vocabulary, unpadded, candidates, parts, alike)
     assert logits == 0.0
     assert scores < 1e-9

@@ -69,7 +69,11 @@ def rotations(rows: int, heads: int, kv_heads: int, dim: int, dtype: str, normed
 
 
 def heads_of(rows: int, width: int, ids: int, device: str) -> float:
-    hidden, weight, head = random(device, rows, width), random(device, width, seed=1), random(device, ids, width, seed=2)
+    hidden, weight, head = (
+        random(device, rows, width),
+        random(device, width, seed=1),
+        random(device, ids, width, seed=2),
+    )
     ours, expected = (kernels.head(hidden, weight, EPS, head) for kernels in both())
     return difference(ours, expected)
 
