@@ -73,6 +73,8 @@ PARTS = (
     _profile("8b-1", "--rows", "1", "--rows", "16"),
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
     _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "64"),
+    Part("cluster-1b", ("-m", "bench.gpu_cluster", "--shape", "1b"), 200),
+    Part("cluster-8b", ("-m", "bench.gpu_cluster", "--shape", "8b"), 300),
     *(_gpu(shape, batch) for shape in ("1b", "8b") for batch in (1, 8, 32)),
 )
 
@@ -137,7 +139,7 @@ def run(part: Part, output: Path, ends: float) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     content = {"status": status, "seconds": round(time.monotonic() - began, 1), "lines": lines[-40:]}
     result.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for line in lines[-40 if status != "passed" else -20 :]:
+    for line in lines[-40:]:
         print(f"  {line}")
     return status
 
