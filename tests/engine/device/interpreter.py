@@ -44,3 +44,14 @@ def interpret() -> None:
         return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     builder.create_dot = lambda self, a, b, *rest: product(self, widened(a), widened(b), *rest)
+
+    cast = builder.cast_impl
+
+    def rounded(self: Any, source: Any, kind: Any) -> Any:
+        """Round float32 to bfloat16 as a GPU does, to the nearest; the interpreter drops bits."""
+        if source.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return cast(self, source, kind)
+        numbers = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return interpreter.TensorHandle(numbers.view(torch.uint16).numpy().reshape(source.data.shape), tl.bfloat16)
+
+    builder.cast_impl = rounded

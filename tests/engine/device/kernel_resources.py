@@ -1,4 +1,4 @@
-"""Registers and shared memory that tree attention's kernels take of an H100, found without one.
+"""Registers and shared memory that kernels take of an H100, found without one.
 
 `python -m tests.engine.device.kernel_resources` prints them.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.engine.device.float8 import FINISHED, Float8Plan
 from outrider.engine.device.tree_attention import AttentionPlan
 
 ROWS = (1, 64, 2048)
@@ -21,6 +22,9 @@ DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float32)
 ARCHITECTURE = 90
 DIVISIBLE = [["tt.divisibility", 16]]
+FLOAT8_SHAPES = [
+    (rows, inputs, outputs) for rows in (16, 32, 64) for inputs, outputs in ((4096, 28672), (4096, 4096), (4112, 28672))
+]  # rows, inputs, outputs: results at once, and in parts; all steps full, and not
 UNALIGNED = ("tiles", "trees", "scale")
 
 
@@ -28,7 +32,7 @@ class Resources(NamedTuple):
     """Of one thread, but for shared memory, which is a program's, in bytes."""
 
     kernel: str
-    plan: AttentionPlan
+    plan: AttentionPlan | Float8Plan
     registers: int
     spilled: int  # bytes stored and loaded
     shared: int
@@ -55,20 +59,47 @@ def compiled(plan: AttentionPlan) -> Iterator[Resources]:
         yield _compiled(combine, plan, plan.combine_constants, 4, 1)
 
 
-def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps: int, stages: int) -> Resources:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def compiled_float8(plan: Float8Plan) -> Iterator[Resources]:
+    """Compile the kernels that a plan launches."""
+    from outrider.engine.device.float8_kernels import finish, multiply
 
+    split = plan.splits > 1
+    types = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "bias": "*bf16", "sums": "*fp32"}
+    constants = plan.constants | {"SPLIT": split, "BIASED": not split}
+    result = {"result": "*fp32" if split else "*bf16"}
+    yield _made(multiply, plan, types | result, constants, ("rows",), plan.num_warps, plan.num_stages)
+    if split:
+        constants = {"SPLITS": plan.splits, "BIASED": True, "BLOCK": FINISHED}
+        yield _made(finish, plan, types | {"result": "*bf16"}, constants, ("rows",), 4, 1)
+
+
+def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps: int, stages: int) -> Resources:
     element = "*bf16" if plan.dtype == torch.bfloat16 else "*fp32"
     floats = ("accumulators", "peaks", "totals")
     types = dict.fromkeys(("queries", "keys", "values", "result"), element)
     types |= dict.fromkeys(("tiles", "trees"), "*i32") | dict.fromkeys(floats, "*fp32") | {"scale": "fp32"}
+    return _made(kernel, plan, types, constants, UNALIGNED, warps, stages)
+
+
+def _made(
+    kernel: Any,
+    plan: AttentionPlan | Float8Plan,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    unaligned: Collection[str],
+    warps: int,
+    stages: int,
+) -> Resources:
+    """Compile one kernel. `types`: of its parameters that are neither 32-bit integers nor constants."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     attributes = {
         (index,): DIVISIBLE
         for index, name in enumerate(kernel.arg_names)
-        if name not in constants and name not in UNALIGNED
+        if name not in constants and name not in unaligned
     }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": warps, "num_stages": stages}
@@ -101,3 +132,7 @@ if __name__ == "__main__":
                 f"N {plan.block_n} splits {plan.splits:2} registers {it.registers:3} spilled {it.spilled:5} "
                 f"shared {it.shared}"
             )
+    for shape in FLOAT8_SHAPES:
+        float8 = Float8Plan.of(*shape)
+        for it in compiled_float8(float8):
+            print(f"{it.kernel} {float8} registers {it.registers} spilled {it.spilled} shared {it.shared}")
