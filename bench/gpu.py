@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from bench.rows.rounds import RoundGrowth, RoundRunner, RoundText
     from outrider.engine.checkpoints.padding import PaddedWeights
     from outrider.engine.device import DeviceEngine
+    from outrider.engine.device.weights import DeviceDtype
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "tiny": "tiny"}
@@ -47,7 +48,7 @@ DRAFTERS = {"8b": "1b", "1b": REFERENCE, "tiny": REFERENCE}
 # Depth, beam, width and verified nodes, by concurrent texts: with more texts a step has less capacity for each.
 GROWTHS = {1: (6, 4, 4, 15), 8: (4, 2, 3, 7), 32: (2, 1, 2, 3)}
 DATASHEETS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, by a part of the device's name
-NEAR_TIE = {"bfloat16": 0.25, "float32": 1e-3}  # rounding may decide choices with smaller gaps
+NEAR_TIE = {"float8": 0.25, "bfloat16": 0.25, "float32": 1e-3}  # rounding may decide choices with smaller gaps
 COPIED_BYTES = {"cuda": 2**32, "cpu": 2**27}
 WIDTH = 140
 NOTHING = (
@@ -139,7 +140,10 @@ def main(
     batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="[default: 1, 8, 32]")] = None,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 1]")] = None,
     device: Annotated[str | None, typer.Option(help="[default: cuda]")] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"] | None, typer.Option(help="[default: bfloat16]")] = None,
+    dtype: Annotated[Literal["float8", "bfloat16", "float32"] | None, typer.Option(help="[default: bfloat16]")] = None,
+    drafter_dtype: Annotated[
+        Literal["float8", "bfloat16", "float32"] | None, typer.Option(help="[default: that of the target]")
+    ] = None,
     drafters: Annotated[list[str] | None, typer.Option("--drafter", help="1b, tiny or reference.")] = None,
     growths: Annotated[
         list[str] | None, typer.Option("--tree", metavar="BATCH=DEPTH,BEAM,WIDTH,NODES", help="May be repeated.")
@@ -181,6 +185,7 @@ def main(
         run = GpuRun(
             device=chosen,
             dtype=dtype or "bfloat16",
+            drafter_dtype=drafter_dtype or dtype or "bfloat16",
             temperatures=tuple(temperatures or (1.0,)),
             batches=tuple(batches or (1, 8, 32)),
             trees=trees,
@@ -212,7 +217,8 @@ class GpuRun:
     """The settings that all points share."""
 
     device: str
-    dtype: Literal["bfloat16", "float32"]
+    dtype: DeviceDtype
+    drafter_dtype: DeviceDtype
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
     trees: dict[int, RoundGrowth]
@@ -227,7 +233,8 @@ class GpuRun:
         """Yield all points of one shape with one drafter."""
         slots = max(self.batches)
         weights = self._weights("target", shape)
-        target, draft = self._engine(weights, slots), self._engine(self._weights("drafter", drafter), slots)
+        target = self._engine(weights, slots, self.dtype)
+        draft = self._engine(self._weights("drafter", drafter), slots, self.drafter_dtype)
         bandwidth, prompts = copy_bandwidth(self.device), self._prompts(slots)
         peers = {batch: self._gpt_fast(weights, prompts[:batch]) for batch in self.batches}
         for batch in self.batches:
@@ -274,7 +281,7 @@ class GpuRun:
             datasheet_bytes_s=datasheet(self.device),
             plain_step_ms=plain.step_s * 1e3,
             plain_tok_s=plain.tokens_per_s,
-            drafter=drafter,
+            drafter=drafter if self.drafter_dtype == self.dtype else f"{drafter} {self.drafter_dtype}",
             growth=tuple(growth),
             spec_step_ms=spec.step_s * 1e3,
             spec_tok_s=spec.tokens_per_s,
@@ -319,17 +326,19 @@ class GpuRun:
         new = PaddedShape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
         return PaddedWeights(Weights(folder), config, new)
 
-    def _engine(self, weights: PaddedWeights, slots: int) -> DeviceEngine:
+    def _engine(self, weights: PaddedWeights, slots: int, dtype: DeviceDtype) -> DeviceEngine:
         from outrider.engine.device import DeviceEngine
 
-        return DeviceEngine.of(
+        engine = DeviceEngine.of(
             weights,
             weights.config,
             b"",
             device=self.device,
-            dtype=self.dtype,
+            dtype=dtype,
             slots=slots,
         )
+        engine.record()
+        return engine
 
     def _prompts(self, texts: int) -> list[list[int]]:
         """Return prompts of one length, cut from the concatenated held-out texts."""
@@ -351,7 +360,7 @@ class GpuRun:
             weights,
             weights.config,
             device=self.device,
-            dtype=self.dtype,
+            dtype="bfloat16" if self.dtype == "float8" else self.dtype,
             prompts=prompts,
             steps=self.tokens,
             compiled=self.device != "cpu",

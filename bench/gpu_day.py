@@ -56,9 +56,10 @@ def _profile(name: str, *arguments: str) -> Part:
     return Part(f"profile-{name}", ("-m", "bench.gpu_profile", *arguments), 150)
 
 
-def _gpu(shape: str, batch: int) -> Part:
+def _gpu(shape: str, batch: int, *more: str) -> Part:
     """Return the part that measures one shape with one number of texts."""
-    return Part(f"{shape}-{batch}", ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch)), 300)
+    name = "-".join((shape, str(batch), *(it.strip("-") for it in more)))
+    return Part(name, ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch), *more), 300)
 
 
 PARTS = (
@@ -73,8 +74,13 @@ PARTS = (
     _profile("8b-1", "--rows", "1", "--rows", "16"),
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
     _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "64"),
+    _profile("8b-1-float8", "--rows", "1", "--rows", "16", "--dtype", "float8"),
+    _profile("1b-1-drafter-float8", "--shape", "1b", "--rows", "4", "--best", "64", "--dtype", "float8"),
     Part("cluster-1b", ("-m", "bench.gpu_cluster", "--shape", "1b"), 200),
     Part("cluster-8b", ("-m", "bench.gpu_cluster", "--shape", "8b"), 300),
+    _gpu("8b", 1, "--dtype", "float8"),
+    _gpu("8b", 1, "--drafter-dtype", "float8"),
+    _gpu("8b", 1, "--drafter", "reference"),
     *(_gpu(shape, batch) for shape in ("1b", "8b") for batch in (1, 8, 32)),
 )
 
@@ -91,7 +97,7 @@ def main(
         known |= {
             name: replace(part, arguments=(*part.arguments, "--gpt-fast", str(gpt_fast)))
             for name, part in known.items()
-            if part.arguments[:2] == ("-m", "bench.gpu") and "1" in part.arguments
+            if name in ("1b-1", "8b-1", "8b-8")
         }
     if unknown := sorted(set(parts or ()) - known.keys()):
         raise typer.BadParameter(f"{', '.join(unknown)}: must be one of {', '.join(known)}")

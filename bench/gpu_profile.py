@@ -1,8 +1,8 @@
 """Where a step's time goes on a device, kernel by kernel: `python -m bench.gpu_profile --shape 8b --texts 1`.
 
 The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
-text, are measured first and then traced: microseconds of each kernel in a step, the sum of all, and the time in which
-the device waits for the host.
+text, are measured first and then traced: milliseconds of a step, those until the host has launched it, and the sum over all
+kernels; then the microseconds of each kernel in a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import typer
 from bench.gpu import ROOT, SHAPES, GpuRun
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
+from outrider.engine.device.engine import VERIFIED
 from outrider.engine.masks import tree_mask
 
 if TYPE_CHECKING:
@@ -42,17 +43,15 @@ def main(
     import torch
 
     run = GpuRun(
-        device=device, dtype=dtype, temperatures=(1.0,), batches=(texts,), trees={},  # type: ignore[arg-type]
+        device=device, dtype=dtype, drafter_dtype=dtype, temperatures=(1.0,), batches=(texts,), trees={},  # type: ignore[arg-type]
         context=context, tokens=STEPS, repetitions=1, gpt_fast=None, models=ROOT / "models",
         texts=Path(ROOT / "examples" / "held_out.jsonl"),
     )  # fmt: skip
     began = time.perf_counter()
-    engine = run._engine(run._weights("target", shape), texts)
+    engine = run._engine(run._weights("target", shape), texts, dtype)  # type: ignore[arg-type]
     loaded = time.perf_counter()
-    engine.record()
     print(
-        f"profile: loaded in {loaded - began:.1f} s, recorded in {time.perf_counter() - loaded:.1f} s, "
-        f"weights {engine.weight_bytes / 1e9:.2f} GB",
+        f"profile: loaded and recorded in {loaded - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
         flush=True,
     )
     for slot, prompt in enumerate(run._prompts(texts)):
@@ -65,37 +64,46 @@ def main(
         recorded = time.perf_counter() - began
         for _ in range(WARM_UPS):
             step(engine, texts, count, context, best)
-        times = []
+        times, launches = [], []
         for _ in range(STEPS):
+            segments, draws = work(texts, count, context)
             began = time.perf_counter()
-            step(engine, texts, count, context, best)
+            logits = engine._run(segments, draws, max(VERIFIED, best))
+            launches.append(time.perf_counter() - began)
+            logits.fetch()
             times.append(time.perf_counter() - began)
-        wall_ms = median(times) * 1e3
+        wall_ms, launch_ms = median(times) * 1e3, median(launches) * 1e3
         busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))
         print(
-            f"profile: shape={shape} texts={texts} rows={count} best={best} "
-            f"step_ms={wall_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
+            f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} best={best} "
+            f"step_ms={wall_ms:.3f} launch_ms={launch_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
         )
         for name, (calls, spent_us) in kernels[:TOP]:
             print(f"  {spent_us:9.1f} us {calls:6.1f} calls {spent_us / max(calls, 1e-9):8.2f} us each  {name[:90]}")
 
 
 def step(engine: DeviceEngine, texts: int, rows: int, context: int, best: int) -> None:
-    """Run a verifying step: a chain of two and a tree for each text, or one row."""
+    """Run a verifying step."""
+    segments, draws = work(texts, rows, context)
+    engine.sample(segments, draws, best)
+
+
+def work(texts: int, rows: int, context: int) -> tuple[list[Segment], list[Draw]]:
+    """Return the segments of a verifying step, a binary tree for each text or one row, and its draws."""
     segments = []
     for slot in range(texts):
         mask = tree_mask(1, [node // 2 for node in range(rows - 1)]) if rows > 1 else None
         at = np.arange(rows)
         segments.append(Segment(slot, context - 1, at + 5, context - 1 + np.minimum(at, 6), mask))
-    engine.sample(segments, [Draw(slot, 1.0) for slot in range(texts)], best)
+    return segments, [Draw(slot, 1.0) for slot in range(texts)]
 
 
-def traced(torch: Any, work: Any) -> tuple[float, list[tuple[str, tuple[float, float]]]]:
+def traced(torch: Any, repeated: Any) -> tuple[float, list[tuple[str, tuple[float, float]]]]:
     """Return the milliseconds in which the device is busy in a step, and each kernel's calls and microseconds in it."""
     activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else None
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(STEPS):
-            work()
+            repeated()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Numerics = Literal["fast", "invariant"]
-Dtype = Literal["float32", "bfloat16", "int8", "int4"]  # of the layers' linears
+Dtype = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # of the layers' linears
 PAGE = 16  # rows of KV, where it lies in pages
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 

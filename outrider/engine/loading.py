@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,11 +116,13 @@ def load_engine(
         )
     if kv_memory is not None and (why := _why_unbounded(native, device, group)):
         raise ConfigError(f"kv_memory: only the compiled kernels keep to a bound, and {why}; leave it out")
+    if dtype == "float8" and (not native or device == "cpu"):
+        raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
     if native:
         if device != "cpu":
             with requires_torch(f"device {device}"):
                 from outrider.engine.device import DeviceEngine
-            return DeviceEngine.load(
+            device_engine = DeviceEngine.load(
                 path,
                 device=device,
                 dtype=dtype,
@@ -131,6 +134,10 @@ def load_engine(
                 group=_on_torch(group),
                 progress=progress,
             )
+            began = time.monotonic()
+            device_engine.record()
+            log.info("%s: recorded its passes in %.1f s", path, time.monotonic() - began)
+            return device_engine
         engine: Engine
         reason = _why_on_torch(group)
         if not reason and isinstance(group, SocketGroup | SingleRank):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -37,6 +37,13 @@ log = logging.getLogger(__name__)
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
+def _version() -> str:
+    try:
+        return version("outrider")
+    except PackageNotFoundError:  # a checkout that is run without being installed
+        return "unknown"
+
+
 @contextmanager
 def exporting_telemetry(
     role: str, instance: str, listen: str | None = None, pages: Mapping[str, Page] | None = None
@@ -49,7 +56,7 @@ def exporting_telemetry(
     """
     named = {
         "service.name": f"outrider-{role}",
-        "service.version": version("outrider"),
+        "service.version": _version(),
         "service.instance.id": instance,
     }
     resource = Resource.create({key: value for key, value in named.items() if key not in _environment_attributes()})

@@ -13,12 +13,15 @@ With `device="cpu"` the same code runs on operations of torch and without record
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import cast, get_args
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
 from outrider.engine.device.device_logits import DeviceLogits
+from outrider.engine.device.float8 import Float8Weight, linear8
 from outrider.engine.device.input_buffers import (
     NO_OUTPUTS,
     InputBuffers,
@@ -39,10 +43,10 @@ from outrider.engine.device.input_buffers import (
     RowInputs,
     moves_of,
 )
-from outrider.engine.device.kernels import Kernels, LayerForm, kernels_for
+from outrider.engine.device.kernels import Kernels, LayerForm
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed, round_up
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
-from outrider.engine.device.weights import ModelWeights, load_weights
+from outrider.engine.device.weights import DeviceDtype, ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
 from outrider.engine.layer_selection import kept_layers
@@ -50,12 +54,13 @@ from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
-DeviceDtype = Literal["float32", "bfloat16"]
-
 ROW_TILE = 8  # a slot's cache rows are a multiple of so many
 VERIFIED = 2  # candidates of a row for a verifier: the token, and the next best for the gap between the two
 WORKSPACE_BYTES = 2**30  # of a device's memory that recordings, libraries and intermediate results may take
 GREEDY = Draw(0, 0.0)
+C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
+FLOAT8_CAPABILITY = (8, 9)  # of a CUDA device, for numbers of 8 bits
+CONVERTED = 2**24  # weights of 8 bits that are converted at once, for passes of many rows
 _NO_MOVES = np.empty((3, 0), np.int64)
 
 
@@ -84,8 +89,9 @@ class _Head:
 class DeviceEngine(Engine):
     """A model on a device, or a rank's part of it.
 
-    Weights, KV and outputs of linears are bfloat16 or float32; residual stream, norms, rotations and logits are
-    float32. A row's last bits depend on its pass's number of rows. In a group of ranks only rank 0 has the logits.
+    Weights, KV and outputs of linears are bfloat16 or float32; with float8 the layers' linears have weights of 8 bits,
+    and all else is bfloat16. Residual stream, norms, rotations and logits are float32. A row's last bits depend on its
+    pass's number of rows. In a group of ranks only rank 0 has the logits.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class DeviceEngine(Engine):
                 rows=rows,
                 slots=slots,
                 parameters=weights.parameters,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=weights.dtype,
                 numerics="fast",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
@@ -137,6 +143,8 @@ class DeviceEngine(Engine):
         plans = [self._plan(count) for count in ROWS]
         self._attention = AttentionBuffers.of(plans, device)
         self._inputs = InputBuffers(plans[-1], rows, device)
+        converted = CONVERTED if weights.dtype == "float8" and device.type == "cuda" else 0
+        self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
         self._layers: dict[int, _Layers] = {}  # by rows
         self._logits = torch.zeros(OUTPUTS[-1], config.vocabulary, device=device)
@@ -200,14 +208,21 @@ class DeviceEngine(Engine):
         """Make an engine over weights from any source."""
         check_sizes(slots, rows)
         torch_device = check_device(device)
-        if dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype: is {dtype}, must be float32 or bfloat16 with device {device}")
+        if dtype not in get_args(DeviceDtype):
+            raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16 or float8 with device {device}")
+        if dtype == "float8" and torch_device.type == "cuda":
+            capability = torch.cuda.get_device_capability(torch_device)
+            if capability < FLOAT8_CAPABILITY:
+                raise ConfigError(
+                    f"dtype: float8 needs a CUDA device of capability 8.9, and {device} has "
+                    f"{'.'.join(map(str, capability))}; use bfloat16"
+                )
         kernels = kernels_for(torch_device)
         kept = range(config.layers) if kept is None else kept
         with torch.inference_mode():
             return cls(
                 group.shard.config(replace(config, layers=len(kept))),
-                load_weights(source, config, group.shard, kept, torch_device, getattr(torch, dtype)),
+                load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype)),
                 digest,
                 device=torch_device,
                 slots=slots,
@@ -242,18 +257,16 @@ class DeviceEngine(Engine):
         """Cache rows of a slot, with the spare one and those of rounding up."""
         return self._cache.shape[4]
 
-    def record(self, progress: Callable[[float], None] | None = None) -> None:
-        """Record passes of all numbers of rows, so that none is recorded later. Takes some seconds.
+    def record(self) -> None:
+        """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds.
 
-        `progress` receives the part that is done, up to 1. All ranks of a group record at once.
+        All ranks of a group record at once.
         """
         with torch.inference_mode(), self._current_device():
-            for done, count in enumerate(ROWS, 1):
+            for count in ROWS:
                 self._layers_for(count)
                 for candidates in (0, VERIFIED) if count in OUTPUTS else ():
                     self._head_of(count, candidates)
-                if progress is not None:
-                    progress(done / len(ROWS))
 
     def _run(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
         """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none."""
@@ -350,11 +363,8 @@ class DeviceEngine(Engine):
         hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
         normed = kernels.norm(hidden, weights.layers[0].attention_norm, form.eps, kind)
         for index, layer in enumerate(weights.layers):
-            norms = None
-            if layer.query_norm is not None and layer.key_norm is not None:
-                norms = layer.query_norm, layer.key_norm
             queries = kernels.rotate(
-                linear(normed, layer.qkv, layer.qkv_bias),
+                self._linear(normed, layer.qkv, layer.qkv_bias),
                 form,
                 self._cos,
                 self._sin,
@@ -362,19 +372,24 @@ class DeviceEngine(Engine):
                 self._cache[index],
                 inputs.written_slots,
                 inputs.written_rows,
-                norms,
+                layer.head_norms,
             )
             keys, values = self._cache[index]
             attended = kernels.attend(
                 queries, keys, values, inputs.tiles, inputs.trees, plan=plan, buffers=self._attention
             )
-            out = add(linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
+            out = add(self._linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
             normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, out)
-            units = kernels.gate(linear(normed, layer.gate_up, layer.gate_up_bias))
-            out = add(linear(units, layer.down, layer.down_bias))
+            units = kernels.gate(self._linear(normed, layer.gate_up, layer.gate_up_bias))
+            out = add(self._linear(units, layer.down, layer.down_bias))
             if index < last:
                 normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
         torch.add(hidden, out, out=self._hidden[: plan.rows])
+
+    def _linear(self, x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Float8Weight):
+            return linear8(x, weight, bias, self._converted)
+        return linear(x, weight, bias)
 
     def _logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
         """Return the logits of the rows that want them, in parts to be added; of this rank's ids."""
@@ -436,6 +451,22 @@ def _check_memory(device: torch.device, shape: tuple[int, ...], dtype: torch.dty
             f"{room / 2**30:.1f} GiB of {device} are free beside the weights; lower slots to "
             f"{max(0, room) * slots // needed}, or the context"
         )
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Return the kernels of a device. Raises ConfigError where a CUDA device lacks what its kernels need."""
+    if device.type == "cpu":
+        from outrider.engine.device import torch_kernels
+
+        return torch_kernels
+    if find_spec("triton") is None:
+        raise ConfigError("device: cuda needs Triton, which comes with torch's builds for CUDA; install one of those")
+    compilers = [os.environ["CC"]] if "CC" in os.environ else C_COMPILERS
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(f"device: cuda needs a C compiler, and there is no {' or '.join(compilers)}; install gcc")
+    from outrider.engine.device import triton_kernels
+
+    return triton_kernels
 
 
 def check_device(name: str) -> torch.device:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.errors import ConfigError
-
 if TYPE_CHECKING:
     from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
-
-C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
 
 
 class LayerForm(NamedTuple):
@@ -101,19 +94,3 @@ class Kernels(Protocol):
 
         `cache`: [layers, 2, slots, kv_heads, rows held, dim]; the others: [moves] int64.
         """
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels of a device. Raises ConfigError where a CUDA device lacks what its kernels need."""
-    if device.type == "cpu":
-        from outrider.engine.device import torch_kernels
-
-        return torch_kernels
-    if find_spec("triton") is None:
-        raise ConfigError("device: cuda needs Triton, which comes with torch's builds for CUDA; install one of those")
-    compilers = [os.environ["CC"]] if "CC" in os.environ else C_COMPILERS
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(f"device: cuda needs a C compiler, and there is no {' or '.join(compilers)}; install gcc")
-    from outrider.engine.device import triton_kernels
-
-    return triton_kernels

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, log2, sqrt
+from math import log2, sqrt
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,7 @@ from outrider.engine.batch import Segment
 TREE_WORDS = 16  # of each row: cache rows behind the prefix that a tree may have, divided by 32
 TILE_COLUMNS = 6  # first row in the pass, rows (0: padding), slot, prefix, keys behind the prefix, behind
 TREE = -1  # in the column `behind`: each row sees what its bits say; else row i sees keys up to prefix + behind + i
-PROGRAMS = 8 * 132  # of a pass, at which an H100 is busy
-FEWEST_KEYS = 256  # of a program, where a pass has many rows; those without keys end at once
+PROGRAMS = 132  # of a pass that has one text: the processors of an H100; more would cost more than they gain
 MAX_SPLITS = 32
 
 
@@ -45,7 +44,6 @@ class AttentionPlan:
     tile_rows: int
     capacity: int  # tiles, padding included
     splits: int  # programs that share the keys of a tile: a power of two
-    fewest_keys: int  # of each of these programs, so that short texts are divided among fewer of them
     num_warps: int
     num_stages: int
 
@@ -67,7 +65,7 @@ class AttentionPlan:
         tile_rows = block_m // group
         programs = -(-rows // tile_rows) * kv_heads
         splits = 1
-        while splits < MAX_SPLITS and 2 * splits * programs <= (PROGRAMS if block_m == 16 else PROGRAMS // 4):
+        while splits < MAX_SPLITS and 2 * splits * programs <= PROGRAMS:
             splits *= 2
         block_n = 32 if exact or dim > 128 else 64
         return cls(
@@ -81,7 +79,6 @@ class AttentionPlan:
             tile_rows=tile_rows,
             capacity=min(rows, (rows + min(rows, slots) * (tile_rows - 1)) // tile_rows),
             splits=splits,
-            fewest_keys=block_n if programs <= 32 else FEWEST_KEYS,
             num_warps=8 if exact or block_m * dim > 64 * 128 else 4,
             # Without a pipeline ptxas does not put wide products one after another.
             num_stages=1 if block_m > 16 else 3 if not exact and dim <= 128 else 2,
@@ -103,7 +100,6 @@ class AttentionPlan:
             "BLOCK_N": self.block_n,
             "COLUMNS": TILE_COLUMNS,
             "SPLIT": self.splits > 1,
-            "FEWEST_KEYS": self.fewest_keys,
             "PRECISION": "ieee",
         }
 
@@ -116,13 +112,7 @@ class AttentionPlan:
             "TILE_ROWS": self.tile_rows,
             "COLUMNS": TILE_COLUMNS,
             "SPLITS": self.splits,
-            "HEADS": self.combined_heads,
         }
-
-    @property
-    def combined_heads(self) -> int:
-        """Query heads of a program of `combine`."""
-        return gcd(self.heads, 8) if self.capacity > 4 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +185,7 @@ def tree_attention(
         num_stages=plan.num_stages,
     )
     if plan.splits > 1:
-        combine[plan.capacity * plan.tile_rows, plan.heads // plan.combined_heads](
+        combine[plan.capacity * plan.tile_rows, plan.heads](
             tiles,
             result,
             buffers.accumulators,

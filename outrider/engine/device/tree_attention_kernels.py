@@ -110,7 +110,6 @@ def attend(
     VALUE_ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
-    FEWEST_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute the attention of one tile, KV head and part of the keys. Grid: [capacity, kv_heads, splits].
@@ -131,7 +130,7 @@ def attend(
     split = tl.program_id(2)
     splits = tl.num_programs(2)
 
-    part = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N, FEWEST_KEYS)
+    part = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
     begin = split * part
     stop = tl.minimum(begin + part, end)
     masked = tl.minimum(tl.maximum(prefix // BLOCK_N * BLOCK_N, begin), tl.maximum(stop, begin))
@@ -186,25 +185,21 @@ def combine(
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
 ) -> None:
-    """Add the parts of a row and HEADS of its heads. Grid: [capacity * TILE_ROWS, heads / HEADS]; SPLITS is a power of
-    two."""
+    """Add the parts of one row and head. Grid: [capacity * TILE_ROWS, heads]; SPLITS is a power of two."""
     tile = tiles + tl.program_id(0) // TILE_ROWS * COLUMNS
     row = tl.program_id(0) % TILE_ROWS
     if row >= tl.load(tile + 1):
         return
-    first = ((tl.load(tile) + row).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * HEADS
+    at = (tl.load(tile) + row).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    parts = at * SPLITS + tl.arange(0, SPLITS)
     dims = tl.arange(0, DIM_BLOCK)
-    for index in tl.static_range(HEADS):
-        at = first + index
-        parts = at * SPLITS + tl.arange(0, SPLITS)
-        total = tl.load(totals + parts)
-        peak = tl.load(peaks + parts)
-        highest = tl.max(peak, 0)
-        weights = tl.where(total > 0.0, tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
-        used = (total > 0.0)[:, None] & (dims < DIM)[None, :]
-        accumulator = tl.load(accumulators + parts[:, None] * DIM + dims[None, :], mask=used, other=0.0)
-        whole = tl.sum(weights * total, 0)
-        attended = tl.sum(weights[:, None] * accumulator, 0) / tl.where(whole > 0.0, whole, 1.0)
-        tl.store(result + at * DIM + dims, attended.to(result.dtype.element_ty), mask=dims < DIM)
+    total = tl.load(totals + parts)
+    peak = tl.load(peaks + parts)
+    highest = tl.max(peak, 0)
+    weights = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+    used = (total > 0.0)[:, None] & (dims < DIM)[None, :]
+    accumulator = tl.load(accumulators + parts[:, None] * DIM + dims[None, :], mask=used, other=0.0)
+    whole = tl.sum(weights * total, 0)
+    attended = tl.sum(weights[:, None] * accumulator, 0) / tl.where(whole > 0.0, whole, 1.0)
+    tl.store(result + at * DIM + dims, attended.to(result.dtype.element_ty), mask=dims < DIM)

@@ -21,9 +21,8 @@ __all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
 WIDE = 2048  # numbers from which on a program has eight warps
 UNITS = 1024  # of a program of `gate`
 HEADS = 4  # of a program of `rotate`
-VOCABULARY = 2048  # logits of a program of `choose`, for few candidates
-MERGED = 512  # candidates, or logits, among which one warp finds the best
-FEW, MOST = 8, 64  # candidates of a row that `choose` finds
+VOCABULARY = 2048  # logits of a program of `choose`
+MOST = 64  # candidates of a row that `choose` finds
 NO_TOKEN = tl.constexpr(2**31 - 1)  # behind all tokens
 LARGEST_U = tl.constexpr(1.0 - 2.0**-24)
 PHI = tl.constexpr(0x9E3779B97F4A7C15)
@@ -214,34 +213,18 @@ def _choose_kernel(
 
 
 @triton.jit
-def _merge_kernel(
-    scores,
-    tokens,
-    merged_scores,
-    merged_tokens,
-    choices,
-    found,
-    vocabulary,
-    count,
-    LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = group * BLOCK + tl.arange(0, BLOCK)
+def _merge_kernel(block_scores, block_tokens, choices, found, vocabulary, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
     left = at < found
-    score = tl.load(scores + row * found + at, mask=left, other=float("-inf"))
-    token = tl.load(tokens + row * found + at, mask=left, other=NO_TOKEN)
-    place = (row * tl.num_programs(1) + group) * count
+    score = tl.load(block_scores + row * found + at, mask=left, other=float("-inf"))
+    token = tl.load(block_tokens + row * found + at, mask=left, other=NO_TOKEN)
     for index in range(count):
         leading = tl.where(left, score, float("-inf"))
         most = tl.max(leading, 0)
         first = tl.min(tl.where(left & (leading == most), token, NO_TOKEN), 0)
-        if LAST:
-            tl.store(choices + row * 2 * count + index, tl.minimum(first, vocabulary - 1).to(tl.float64))
-            tl.store(choices + (row * 2 + 1) * count + index, most)
-        else:
-            tl.store(merged_scores + place + index, most)
-            tl.store(merged_tokens + place + index, first)
+        tl.store(choices + row * 2 * count + index, tl.minimum(first, vocabulary - 1).to(tl.float64))
+        tl.store(choices + (row * 2 + 1) * count + index, most)
         left = left & (token != first)
 
 
@@ -251,37 +234,24 @@ def choose(
     """See `Kernels.choose`."""
     rows, vocabulary = logits.shape
     count = 0 if choices is None else choices.shape[1] // 2
-    if count > MOST:  # too many for `_merge_kernel`, which takes them from groups of `MERGED`
+    if count > MOST:  # too many for `_merge_kernel`
         choose(parts, logits, keys, temperatures, unpadded, None)
         steps = sampling.noise_steps(vocabulary, logits.device)
         found, best_scores = sampling.best(sampling.scores(logits, keys, temperatures, steps), count)
         choices.copy_(torch.cat((found.double(), best_scores), 1))  # type: ignore[union-attr]
         return
-    block, warps = (VOCABULARY, 8) if count <= FEW else (MERGED, 1)  # a search by one warp waits for no other
-    blocks = triton.cdiv(vocabulary, block)
-    scores, tokens = _candidates(rows, blocks * max(count, 1), logits.device)
+    blocks = triton.cdiv(vocabulary, VOCABULARY)
+    scores = torch.empty(rows, blocks * max(count, 1), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(scores.shape, dtype=torch.int32, device=logits.device)
     _choose_kernel[(rows, blocks)](
         parts, logits, keys, temperatures, scores, tokens, rows * parts.stride(0), parts.stride(0), vocabulary,
-        unpadded, count, PARTS=len(parts) // rows, BLOCK=block, num_warps=warps,
+        unpadded, count, PARTS=len(parts) // rows, BLOCK=VOCABULARY, num_warps=8,
     )  # fmt: skip
-    while choices is not None:
-        found = scores.shape[1]
-        groups = triton.cdiv(found, MERGED)
-        last = groups == 1
-        merged_scores, merged_tokens = (scores, tokens) if last else _candidates(rows, groups * count, logits.device)
-        _merge_kernel[(rows, groups)](
-            scores, tokens, merged_scores, merged_tokens, choices, found, vocabulary, count,
-            LAST=last, BLOCK=min(MERGED, triton.next_power_of_2(found)), num_warps=1,
-        )  # fmt: skip
-        if last:
-            return
-        scores, tokens = merged_scores, merged_tokens
-
-
-def _candidates(rows: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for scores and tokens: [rows, count]."""
-    scores = torch.empty(rows, count, dtype=torch.float64, device=device)
-    return scores, torch.empty(rows, count, dtype=torch.int32, device=device)
+    if choices is not None:
+        block = triton.next_power_of_2(blocks * count)
+        _merge_kernel[(rows,)](
+            scores, tokens, choices, blocks * count, vocabulary, count, BLOCK=block, num_warps=8 if block >= WIDE else 4
+        )
 
 
 @triton.jit

@@ -279,9 +279,7 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
         return made[-1]
 
     engine._recorder = SimpleNamespace(record=record)
-    done: list[float] = []
-    engine.record(done.append)
-    assert done == pytest.approx([(index + 1) / len(ROWS) for index in range(len(ROWS))])
+    engine.record()
     assert len(made) == len(ROWS) + 2 * len(OUTPUTS)
     random = np.random.default_rng(1)
     for count in (1, 3, 40, 100):
@@ -359,6 +357,18 @@ def test_bfloat16_differs_by_rounding_only() -> None:
     assert difference.max() < 0.25
     assert np.sqrt((difference**2).mean()) < 0.03
     assert engine.kv_bytes < 0.51 * on_device(MODELS / "target").kv_bytes
+
+
+def test_weights_of_8_bits_differ_by_their_rounding_and_half_the_bytes_of_a_pass() -> None:
+    engine, wide = on_device(MODELS / "target", dtype="float8"), on_device(MODELS / "target", dtype="bfloat16")
+    tokens = random_tokens(wide, np.random.default_rng(8), 120)
+    rounded, logits = (it.forward([prompt(0, tokens)]) for it in (engine, wide))
+    difference = np.abs(rounded - logits)
+    assert 0.01 < np.sqrt((difference**2).mean()) < 0.3
+    assert (rounded.argmax(-1) == logits.argmax(-1)).mean() > 0.8
+    head = 2 * wide.vocabulary * 256
+    assert engine.weight_bytes - head < 0.52 * (wide.weight_bytes - head)
+    assert (engine.dtype, engine.kv_bytes) == ("float8", wide.kv_bytes)
 
 
 def test_some_layers_alone() -> None:

@@ -171,8 +171,7 @@ def test_a_plan_has_tiles_for_whatever_segments_fill_its_rows(seed: int) -> None
 def test_a_pass_of_one_row_keeps_a_gpu_busy_and_a_wide_one_is_not_split(kv_heads: int) -> None:
     shape = {"heads": 4 * kv_heads, "kv_heads": kv_heads, "dim": 128, "dtype": torch.bfloat16, "slots": 4}
     one, wide = AttentionPlan.of(1, **shape), AttentionPlan.of(2048, **shape)  # type: ignore[arg-type]
-    assert one.splits == MAX_SPLITS
-    assert one.capacity * kv_heads * one.splits <= PROGRAMS
+    assert PROGRAMS // 2 < one.capacity * kv_heads * one.splits <= PROGRAMS
     assert wide.splits == 1
     assert wide.block_m == 64
 

@@ -90,7 +90,7 @@ def compare(case: Case, device: str) -> Outcome:
     places = random.permutation(slots)[: len(case.parts)].tolist()
     segments = [segment(part, slot, random) for part, slot in zip(case.parts, places, strict=True)]
     plan = AttentionPlan.of(case.rows, heads=heads, kv_heads=case.kv_heads, dim=case.dim, dtype=dtype, slots=slots)
-    plan = plan if case.splits is None else replace(plan, splits=case.splits, fewest_keys=plan.block_n)
+    plan = plan if case.splits is None else replace(plan, splits=case.splits)
     held = max(it.prefix + it.span for it in segments) + 70
     queries = _normal(random, (case.rows, heads, case.dim))
     cache = _normal(random, (2, slots, held, case.kv_heads, case.dim)).transpose(2, 3)  # rows are not contiguous
