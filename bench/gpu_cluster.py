@@ -21,6 +21,7 @@ from bench.gpu import ROOT, SHAPES
 from outrider.cli.command import FAILURE
 
 READY_S = 180.0  # until the cluster serves
+ATTACH_S = 3.0  # until the router has found the drafter
 PORT = 7079
 CLUSTER = """
 [router]
@@ -66,6 +67,7 @@ def main(
             cluster = subprocess.Popen(_command("up", config), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
             _wait_until_ready(cluster, folder / "log")
+            time.sleep(ATTACH_S)
             print(f"gpu_cluster: ready in {time.monotonic() - began:.1f} s", flush=True)
             address = ("--address", f"127.0.0.1:{PORT}")
             _outrider("generate", "The ship", "--max-tokens", 16, *address)
@@ -113,7 +115,9 @@ def _wait_until_ready(cluster: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until a text can be generated."""
     ends = time.monotonic() + READY_S
     probe = _command("generate", "a", "--max-tokens", 1, "--address", f"127.0.0.1:{PORT}")
-    while subprocess.run(probe, check=False, cwd=ROOT, capture_output=True).returncode:
+    while "drafter-0 is ready" not in log.read_text(encoding="utf-8", errors="replace") or (
+        subprocess.run(probe, check=False, cwd=ROOT, capture_output=True).returncode
+    ):
         if cluster.poll() is not None or time.monotonic() > ends:
             print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
             raise SystemExit(FAILURE)

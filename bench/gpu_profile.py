@@ -1,7 +1,7 @@
 """Where a step's time goes on a device, kernel by kernel: `python -m bench.gpu_profile --shape 8b --texts 1`.
 
 The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
-text, are measured first and then traced: milliseconds of a step, those until the host has launched it, and the sum over all
+text, are measured and then traced: milliseconds of a step, those until the host has launched it, and the sum over all
 kernels; then the microseconds of each kernel in a step.
 """
 
