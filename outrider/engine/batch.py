@@ -69,7 +69,7 @@ def check_numbers(segments: Sequence[Segment], vocabulary: int, positions: int) 
         ([it.tokens for it in segments], vocabulary, f"a token outside the vocabulary of {vocabulary}"),
         ([it.positions for it in segments], positions, f"a position outside 0 .. {positions - 1}"),
     ):
-        numbers = np.concatenate(arrays)
-        if numbers.min() < 0 or numbers.max() >= limit:
+        numbers = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        if numbers.astype(np.int64, copy=False).view(np.uint64).max() >= limit:  # negative ones are large ones there
             bad = next(it for it, own in zip(segments, arrays, strict=True) if own.min() < 0 or own.max() >= limit)
             raise ValueError(f"segment of slot {bad.slot}: {problem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,10 @@ class DeviceLogits:
     def __init__(self, vocabulary: int, outputs: Sequence[int]) -> None:
         """`outputs`: of each segment."""
         self.vocabulary = vocabulary
-        stops = np.cumsum(outputs)
-        self.first: list[int] = (stops - outputs).tolist()  # row of each segment
-        rows = int(stops[-1])
-        self._part = np.zeros(rows, np.int64)  # of each row
-        self._at = np.zeros(rows, np.int64)  # its index there
-        self._chosen = np.zeros(rows, np.bool_)  # whether tokens were chosen for it
+        *self.first, self._rows = accumulate(outputs, initial=0)  # row of each segment, and all rows
+        self._part: Sequence[int] = ()  # of each row
+        self._at: Sequence[int] = ()  # its index there
+        self._chosen: Sequence[bool] = ()  # whether tokens were chosen for it
         self._logits: list[Tensor] = []
         self._choices: list[Tensor | None] = []
         self._best: list[BestTokens | None] = []  # of all rows of a part together
@@ -34,9 +33,14 @@ class DeviceLogits:
 
         `logits`: [outputs, vocabulary]; `choices`: [outputs, 2 * candidates] float64, tokens and then their scores.
         """
-        self._part[rows] = len(self._logits)
-        self._at[rows] = np.arange(len(rows))
-        self._chosen[rows] = chosen & (choices is not None)
+        chosen = chosen & (choices is not None)
+        if len(rows) == self._rows:  # the only part, in order
+            self._part, self._at, self._chosen = [0] * self._rows, range(self._rows), chosen.tolist()
+        else:
+            if not self._logits:
+                self._part, self._at, self._chosen = ([0] * self._rows, [0] * self._rows, [False] * self._rows)
+            for at, (row, one) in enumerate(zip(rows.tolist(), chosen.tolist(), strict=True)):
+                self._part[row], self._at[row], self._chosen[row] = len(self._logits), at, one  # type: ignore[index]
         self._logits.append(logits)
         self._choices.append(choices)
 
@@ -76,5 +80,5 @@ class DeviceLogits:
             return np.empty((0, self.vocabulary), np.float32)
         parts = [logits.cpu().numpy() for logits in self._logits]
         if len(parts) == 1:
-            return parts[0][: len(self._at)]  # a part's rows are in the order of the result
+            return parts[0][: self._rows]  # a part's rows are in the order of the result
         return np.stack([parts[part][at] for part, at in zip(self._part, self._at, strict=True)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from outrider.core.sampling.noise import Draw, noise_keys
 from outrider.engine.batch import Segment
-from outrider.engine.device.packing import OUTPUTS, PassPart
+from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, PassPart
 from outrider.engine.device.tree_attention import TILE_COLUMNS, TREE_WORDS, AttentionPlan, lay_tiles
 
 ArrayT = TypeVar("ArrayT")
@@ -30,6 +31,7 @@ _INTEGER = np.dtype(np.int64)
 _FLOAT = np.dtype(np.float64)
 _TORCH = {_SMALL: torch.int32, _INTEGER: torch.int64, _FLOAT: torch.float64}
 _NO_DRAW = Draw(0, 0.0)  # of rows whose tokens are not chosen
+_COUNTED = np.arange(MOST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -67,24 +69,30 @@ class Outputs:
     @classmethod
     def of(cls, parts: Sequence[PassPart], draws: Sequence[Draw | None], first: Sequence[int]) -> Outputs:
         """Return the outputs of a pass. `draws`, `first`: of each segment of the call, the latter its first place."""
-        wanted = np.array([part.segment.outputs for part in parts])
-        total = int(wanted.sum())
+        wanted = [part.segment.outputs for part in parts]
+        total = sum(wanted)
         if not total:
             return NO_OUTPUTS
-        ends, stops = np.cumsum([len(part.segment.tokens) for part in parts]), np.cumsum(wanted)
-        at = np.arange(total)
-        rows = at + np.repeat(ends - stops, wanted)  # the last rows of each segment
-        starts = np.array([first[part.call_index] + part.first_output for part in parts])
-        own = [draws[part.call_index] for part in parts]
-        bases = np.array([_NO_DRAW.base if draw is None else draw.base for draw in own], np.uint64)
-        temperatures = np.array([_NO_DRAW.temperature if draw is None else draw.temperature for draw in own])
-        positions = _joined([part.segment.positions for part in parts])[rows]
+        counts = [len(part.segment.tokens) for part in parts]
+        if wanted == counts:
+            rows, positions = _COUNTED[:total], _joined([part.segment.positions for part in parts])
+        else:  # the last rows of each segment
+            sizes = list(zip(wanted, accumulate(counts), strict=True))
+            rows = _joined([_COUNTED[end - count : end] for count, end in sizes])
+            positions = _joined([it.segment.positions for it in parts])[rows]
+        own = [draws[part.call_index] or _NO_DRAW for part in parts]
+        drawn = [draws[part.call_index] is not None for part in parts]
+        bases = np.array([draw.base for draw in own], np.uint64)
+        temperatures = np.array([draw.temperature for draw in own])
+        if len(parts) > 1:
+            bases, temperatures = bases.repeat(wanted), temperatures.repeat(wanted)
+        start = first[parts[0].call_index] + parts[0].first_output  # those of a pass follow one another
         return cls(
             rows,
-            at + np.repeat(starts - stops + wanted, wanted),
-            np.repeat([draw is not None for draw in own], wanted),
-            noise_keys(np.repeat(bases, wanted), positions + 1).view(np.int64),
-            np.repeat(temperatures, wanted),
+            np.arange(start, start + total),
+            np.ones(total, np.bool_) if all(drawn) else np.repeat(drawn, wanted),
+            noise_keys(bases, positions + 1).view(np.int64),
+            temperatures if len(parts) > 1 else temperatures.repeat(total),
         )
 
     def divided(self, most: int) -> list[Outputs]:
@@ -111,6 +119,14 @@ _NO_ROWS = np.empty(0, np.int64)
 NO_OUTPUTS = Outputs(_NO_ROWS, _NO_ROWS, np.empty(0, np.bool_), _NO_ROWS, np.empty(0))
 
 
+class _Layout(NamedTuple):
+    """The places of the inputs of passes of one number of rows."""
+
+    views: RowInputs[NDArray[Any]]
+    host: Tensor  # what is copied
+    device: Tensor
+
+
 def moves_of(rows: int) -> int:
     """Return how many moves a pass of so many rows can begin with."""
     return max(FEWEST_MOVES, rows)
@@ -121,14 +137,15 @@ class InputBuffers:
 
     def __init__(self, plan: AttentionPlan, spare_row: int, device: torch.device) -> None:
         """`plan`: of the largest pass; `spare_row`: a row of each slot that no session uses."""
-        self._spare_row = spare_row
+        self._cache_rows = np.arange(spare_row + 1)
         size = _row_fields(plan)[-1].stop
         pinned = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self._bytes: NDArray[np.uint8] = self._host.numpy()
-        self._views: dict[int, RowInputs[NDArray[Any]]] = {}  # by rows
+        self._layouts: dict[int, _Layout] = {}  # by rows
+        self._outputs_end = _output_fields()[-1].stop
         self._outputs = OutputInputs[NDArray[Any]](*(self._view(it) for it in _output_fields()))
 
     def rows(self, plan: AttentionPlan) -> RowInputs[Tensor]:
@@ -147,37 +164,36 @@ class InputBuffers:
         moves: NDArray[np.int64],
     ) -> None:
         """Write the inputs of a pass and begin to copy them. `moves`: [3, moves] slots, sources, targets."""
+        layout = self._layout(plan)
+        views = layout.views
         self._wait()
-        fields = _row_fields(plan)
-        if plan.rows not in self._views:
-            self._views[plan.rows] = RowInputs(*(self._view(it) for it in fields))
-        views = self._views[plan.rows]
-        counts = np.array([len(it.tokens) for it in segments], np.int64)
-        used = int(counts.sum())
-        ends = np.array([it.prefix + it.span for it in segments], np.int64)
-        within = np.arange(used) - np.repeat(np.cumsum(counts) - counts, counts)  # of a row, in its segment
-        for view, values, padding in (
-            (views.tokens, _joined([it.tokens for it in segments]), 0),
-            (views.positions, _joined([it.positions for it in segments]), 0),
-            (views.written_slots, np.repeat(np.array([it.slot for it in segments], np.int64), counts), 0),
-            (views.written_rows, np.repeat(ends - counts, counts) + within, self._spare_row),
-        ):
-            view[:used] = values
-            view[used:] = padding
-        views.moves[:, : moves.shape[1]] = moves
-        views.moves[:, moves.shape[1] :] = 0  # row 0 to row 0: no move
+        counts = [len(it.tokens) for it in segments]
+        used = sum(counts)
         if segments:
+            ends = [it.prefix + it.span for it in segments]
+            np.concatenate([it.tokens for it in segments], out=views.tokens[:used])
+            np.concatenate([it.positions for it in segments], out=views.positions[:used])
+            views.written_slots[:used] = np.repeat([it.slot for it in segments], counts)
+            written = [self._cache_rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
+            np.concatenate(written, out=views.written_rows[:used])
             lay_tiles(segments, plan.tile_rows, views.tiles, views.trees)
         else:
             views.tiles.fill(0)
+        if used < plan.rows:
+            views.tokens[used:] = 0
+            views.positions[used:] = 0
+            views.written_slots[used:] = 0
+            views.written_rows[used:] = self._cache_rows[-1]
+        views.moves[:, : moves.shape[1]] = moves
+        views.moves[:, moves.shape[1] :] = 0  # row 0 to row 0: no move
         self._write_outputs(outputs)
-        self._copy(fields[-1].stop)
+        self._copy(layout.host, layout.device)
 
     def send_outputs(self, outputs: Outputs) -> None:
         """Write and begin to copy what the head reads for more outputs of the same pass."""
         self._wait()
         self._write_outputs(outputs)
-        self._copy(_output_fields()[-1].stop)
+        self._copy(self._host[: self._outputs_end], self._device[: self._outputs_end])
 
     def _write_outputs(self, outputs: Outputs) -> None:
         count, views = len(outputs.rows), self._outputs
@@ -194,10 +210,19 @@ class InputBuffers:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, size: int) -> None:
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
+    def _copy(self, host: Tensor, device: Tensor) -> None:
+        device.copy_(host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def _layout(self, plan: AttentionPlan) -> _Layout:
+        """Return the places of the inputs of a pass, found at its first use."""
+        if plan.rows not in self._layouts:
+            fields = _row_fields(plan)
+            stop = fields[-1].stop
+            views = RowInputs[NDArray[Any]](*(self._view(it) for it in fields))
+            self._layouts[plan.rows] = _Layout(views, self._host[:stop], self._device[:stop])
+        return self._layouts[plan.rows]
 
     def _view(self, field: _Field) -> NDArray[Any]:
         return self._bytes[field.start : field.stop].view(field.kind).reshape(field.shape)

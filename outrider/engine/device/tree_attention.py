@@ -237,40 +237,34 @@ def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int
     `tiles`: [capacity, TILE_COLUMNS], all of which is written; `trees`: [rows, words], of which rows with a mask are
     written. Raises ValueError when a mask has more columns than `trees` has bits, or when the tiles are too many.
     """
-    counts = np.array([len(it.tokens) for it in segments])
-    firsts = np.cumsum(counts) - counts
-    needed = -(-counts // tile_rows)
-    total = int(needed.sum())
-    if total > len(tiles) or counts.sum() > len(trees):
-        raise ValueError(f"{total} tiles of {counts.sum()} rows, of at most {len(tiles)} and {len(trees)}")
-    masks = [it.mask for it in segments]
-    causal = np.array([mask is None for mask in masks])
-    within = (np.arange(total) - np.repeat(np.cumsum(needed) - needed, needed)) * tile_rows  # of a tile's first row
-    size = np.minimum(np.repeat(counts, needed) - within, tile_rows)
-    chained = np.repeat(causal, needed)
-    used = tiles[:total]
-    used[:, 0] = np.repeat(firsts, needed) + within
-    used[:, 1] = size
-    used[:, 2] = np.repeat([it.slot for it in segments], needed)
-    used[:, 3] = np.repeat([it.prefix for it in segments], needed)
-    used[:, 4] = np.where(chained, within + size, np.repeat([it.span for it in segments], needed))
-    used[:, 5] = np.where(chained, within, TREE)
-    tiles[total:] = 0
-    if not causal.all():
-        _pack(masks, firsts.tolist(), trees)
-    return total
+    laid, masks, first = [], [], 0
+    for it in segments:
+        count, causal = len(it.tokens), it.mask is None
+        for within in range(0, count, tile_rows):
+            size = min(tile_rows, count - within)
+            visible, behind = (within + size, within) if causal else (it.span, TREE)
+            laid.append((first + within, size, it.slot, it.prefix, visible, behind))
+        if it.mask is not None:
+            masks.append((first, it.mask))
+        first += count
+    if len(laid) > len(tiles) or first > len(trees):
+        raise ValueError(f"{len(laid)} tiles of {first} rows, of at most {len(tiles)} and {len(trees)}")
+    tiles[: len(laid)] = laid
+    tiles[len(laid) :] = 0
+    if masks:
+        _pack(masks, trees)
+    return len(laid)
 
 
-def _pack(masks: Sequence[NDArray[np.bool_] | None], firsts: Sequence[int], trees: NDArray[np.int32]) -> None:
-    """Write the bits of masks to the rows of their segments: the lowest bit of a row's first word is column 0."""
-    placed = [(mask, first) for mask, first in zip(masks, firsts, strict=True) if mask is not None]
-    width = max(mask.shape[1] for mask, _ in placed)
+def _pack(placed: Sequence[tuple[int, NDArray[np.bool_]]], trees: NDArray[np.int32]) -> None:
+    """Write the bits of masks, each behind its first row: the lowest bit of a row's first word is column 0."""
+    width = max(mask.shape[1] for _, mask in placed)
     if width > 32 * trees.shape[1]:
         raise ValueError(f"a mask of {width} columns, of at most {32 * trees.shape[1]}")
     words = -(-width // 32)
-    low, high = placed[0][1], placed[-1][1] + len(placed[-1][0])
+    low, high = placed[0][0], placed[-1][0] + len(placed[-1][1])
     bits = np.zeros((high - low, 32 * words), np.bool_)
-    for mask, first in placed:
+    for first, mask in placed:
         bits[first - low : first - low + len(mask), : mask.shape[1]] = mask
     trees[low:high, :words] = np.packbits(bits, axis=1, bitorder="little").view("<i4")
 
