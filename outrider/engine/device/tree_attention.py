@@ -67,7 +67,7 @@ class AttentionPlan:
         splits = 1
         while splits < MAX_SPLITS and 2 * splits * programs <= PROGRAMS:
             splits *= 2
-        block_n = 32 if exact or dim > 128 else 64
+        block_n = 32 if exact or dim > 128 or (dim > 64 and block_m > 16) else 64
         return cls(
             rows=rows,
             heads=heads,

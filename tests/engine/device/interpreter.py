@@ -29,7 +29,7 @@ def interpret() -> None:
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
-        # Triton 3.6 calls int() on arrays of one number, bounds of loops among them, which NumPy 2.4 refuses.
+        # Triton calls int() on arrays of one number, bounds of loops among them, which NumPy 2.4 refuses.
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
