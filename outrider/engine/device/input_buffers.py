@@ -185,7 +185,8 @@ class InputBuffers:
             views.written_slots[used:] = 0
             views.written_rows[used:] = self._cache_rows[-1]
         views.moves[:, : moves.shape[1]] = moves
-        views.moves[:, moves.shape[1] :] = 0  # row 0 to row 0: no move
+        views.moves[0, moves.shape[1] :] = 0
+        views.moves[1:, moves.shape[1] :] = self._cache_rows[-1]  # to itself: no move
         self._write_outputs(outputs)
         self._copy(layout.host, layout.device)
 

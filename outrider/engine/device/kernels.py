@@ -90,7 +90,8 @@ class Kernels(Protocol):
         """
 
     def move(self, cache: Tensor, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Copy row sources[i] of slot slots[i] to row targets[i] in all layers; all are read before one is written.
+        """Copy row sources[i] of slot slots[i] to row targets[i] in all layers; all are read before one is written. No
+        row is the target of two moves, but for those to themselves.
 
         `cache`: [layers, 2, slots, kv_heads, rows held, dim]; the others: [moves] int64.
         """

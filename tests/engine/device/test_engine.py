@@ -154,6 +154,7 @@ def test_moves_that_overlap_and_copies_happen_in_order(both: Both) -> None:
         engine.move(0, np.array([8, 2]), np.array([2, 8]))
         engine.copy(0, 7, 9)
         engine.move(0, np.array([0]), np.array([8]))
+        engine.move(0, np.array([4]), np.array([0]))
         engine.move(0, np.array([], np.int64), np.array([], np.int64))
     for slot, prefix in ((0, 12), (1, 11), (7, 9)):
         assert_agree(both, [prompt(slot, tokens[:1], prefix)])
