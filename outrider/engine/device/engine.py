@@ -404,7 +404,7 @@ class DeviceEngine(Engine):
             kv_heads=form.kv_heads,
             dim=form.head_dim,
             dtype=self._cache.dtype,
-            slots=self.slots,
+            slots=2 * self.slots,  # a chain and the tree behind it may be two segments of a pass
         )
 
     def _take_moves(self) -> list[NDArray[np.int64]]:

@@ -6,7 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from outrider.engine.batch import Segment
+from outrider.engine.device.tree_attention import TREE_COLUMNS
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST_ROWS = ROWS[-1]  # of a pass
@@ -24,17 +27,21 @@ class PassPart(NamedTuple):
 def packed(segments: Sequence[Segment]) -> list[list[PassPart]]:
     """Return the parts of each pass, in order: as few passes as possible, each of at most `MOST_ROWS` rows.
 
-    A chain that is too long for a pass is divided. Raises ValueError for a tree that is.
+    A chain that is too long for a pass is divided, and a chain with a tree behind it into the two where the tree's bits
+    would not hold both. Raises ValueError for a tree that is too large by itself.
     """
     passes: list[list[PassPart]] = [[]]
     room = MOST_ROWS
     for index, segment in enumerate(segments):
-        for part, first_output in _divided(segment, room):
-            if len(part.tokens) > room:
-                passes.append([])
-                room = MOST_ROWS
-            passes[-1].append(PassPart(index, part, first_output))
-            room -= len(part.tokens)
+        output = 0
+        for piece in _chain_and_tree(segment):
+            for part in _divided(piece, room):
+                if len(part.tokens) > room:
+                    passes.append([])
+                    room = MOST_ROWS
+                passes[-1].append(PassPart(index, part, output))
+                room -= len(part.tokens)
+                output += part.outputs
     return [parts for parts in passes if parts]
 
 
@@ -43,18 +50,39 @@ def round_up(count: int, sizes: Sequence[int]) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def _divided(segment: Segment, room: int) -> Iterator[tuple[Segment, int]]:
-    """Yield a segment as a whole where it fits into a pass, else chains that fill passes; with their first outputs."""
+def _chain_and_tree(segment: Segment) -> list[Segment]:
+    """Return a segment as it is, or its leading chain and the tree behind it where its mask is too wide for tiles."""
+    mask = segment.mask
+    if mask is None or segment.span <= TREE_COLUMNS:
+        return [segment]
+    causal = (mask == np.tri(*mask.shape, dtype=np.bool_)).all(0)  # a column that all rows from its own on see
+    chain = int(np.argmin(causal)) if mask.shape[0] == mask.shape[1] else 0
+    count = len(segment.tokens)
+    if segment.span - chain > TREE_COLUMNS or count - chain > MOST_ROWS:
+        raise ValueError(
+            f"segment of slot {segment.slot}: a tree of {count - chain} rows over {segment.span - chain} cache rows, "
+            f"of at most {MOST_ROWS} and {TREE_COLUMNS}"
+        )
+    slot, prefix, tokens, positions, outputs = (
+        segment.slot, segment.prefix, segment.tokens, segment.positions, segment.outputs,
+    )  # fmt: skip
+    tree = min(outputs, count - chain)
+    return [
+        Segment(slot, prefix, tokens[:chain], positions[:chain], None, outputs - tree),
+        Segment(slot, prefix + chain, tokens[chain:], positions[chain:], mask[chain:, chain:], tree),
+    ]
+
+
+def _divided(segment: Segment, room: int) -> Iterator[Segment]:
+    """Yield a segment as a whole where it fits into a pass, else chains that fill passes."""
     count = len(segment.tokens)
     if count <= MOST_ROWS:
-        yield segment, 0
+        yield segment
         return
-    if segment.mask is not None:
-        raise ValueError(f"a tree of {count} rows, at most {MOST_ROWS} are possible")
     unwanted = count - segment.outputs
     start, stop = 0, room or MOST_ROWS
     while start < count:
         wanted = max(0, stop - max(start, unwanted))
         tokens, positions = segment.tokens[start:stop], segment.positions[start:stop]
-        yield Segment(segment.slot, segment.prefix + start, tokens, positions, None, wanted), max(0, start - unwanted)
+        yield Segment(segment.slot, segment.prefix + start, tokens, positions, None, wanted)
         start, stop = stop, min(stop + MOST_ROWS, count)

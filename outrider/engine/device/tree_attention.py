@@ -23,7 +23,8 @@ from torch import Tensor
 
 from outrider.engine.batch import Segment
 
-TREE_WORDS = 16  # of each row: cache rows behind the prefix that a tree may have, divided by 32
+TREE_WORDS = 16  # of bits, for each row of a pass
+TREE_COLUMNS = 32 * TREE_WORDS  # cache rows behind the prefix that a tree may have
 TILE_COLUMNS = 6  # first row in the pass, rows (0: padding), slot, prefix, keys behind the prefix, behind
 TREE = -1  # in the column `behind`: each row sees what its bits say; else row i sees keys up to prefix + behind + i
 PROGRAMS = 132  # of a pass that has one text: the processors of an H100; more would cost more than they gain

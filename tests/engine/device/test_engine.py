@@ -20,6 +20,7 @@ from outrider.engine.device import DeviceEngine
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
+from outrider.engine.masks import tree_mask
 from outrider.errors import ConfigError
 from tests.engine.device.taped import DEVICE, Tapes, taped
 from tests.engine.small_checkpoints import (
@@ -237,11 +238,34 @@ def test_passes_hold_all_rows_of_a_call_in_order(seed: int) -> None:
     assert len(passes) <= 2 * -(-total // MOST_ROWS)
 
 
-def test_a_tree_that_no_pass_holds_is_refused() -> None:
-    rows = MOST_ROWS + 1
-    tree = Segment(0, 0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.eye(rows, dtype=np.bool_))
-    with pytest.raises(ValueError, match="a tree of 2049 rows, at most 2048"):
+@pytest.mark.parametrize(("rows", "span"), [(513, 513), (3, 600), (MOST_ROWS + 1, MOST_ROWS + 1)])
+def test_a_tree_that_is_too_large_is_refused(rows: int, span: int) -> None:
+    mask = np.eye(rows, span, span - rows, dtype=np.bool_)
+    tree = Segment(7, 0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), mask)
+    with pytest.raises(
+        ValueError, match=f"slot 7: a tree of {rows} rows over {span} cache rows, of at most 2048 and 512"
+    ):
         packed([tree])
+
+
+@pytest.mark.parametrize(("chain", "nodes", "wanted"), [(560, 20, 1), (560, 20, 12), (560, 20, 30), (561, 207, 0)])
+def test_a_long_chunk_of_a_prompt_with_a_tree_behind_it(tmp_path: Path, chain: int, nodes: int, wanted: int) -> None:
+    """The last one fills its recording, and both parts end with a tile that is not full."""
+    folder = make_checkpoint(tmp_path, "grouped")
+    both = (
+        on_device(folder, slots=1, rows=810),
+        NativeEngine.load(folder, dtype="float32", slots=1, threads=1, rows=810),
+    )
+    random = np.random.default_rng(wanted)
+    parents = [int(random.integers(-1, node)) for node in range(nodes)]
+    mask = tree_mask(chain, [chain + parent for parent in parents])
+    tokens, positions = random_tokens(both[1], random, chain + nodes), (mask.sum(1) - 1) % 250
+    for engine in both:
+        engine.forward([prompt(0, tokens[:30], wanted=0)])
+        engine.forward([Segment(0, 30, tokens, positions, mask, wanted)])
+    if wanted:
+        assert_agree(both, [Segment(0, 30, tokens, positions, mask, wanted)])
+    assert_agree(both, [Segment(0, 30 + chain + nodes, tokens[:1], positions[:1])])
 
 
 @pytest.mark.extended
