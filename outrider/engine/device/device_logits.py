@@ -58,8 +58,7 @@ class DeviceLogits:
             self._firsts.append((tokens[:, 0].tolist(), (scores[:, 0] - scores[:, 1]).tolist()))
 
     def row(self, index: int) -> NDArray[np.float32]:
-        row: NDArray[np.float32] = self._logits[self._part[index]][self._at[index]].cpu().numpy()
-        return row
+        return np.array(self._logits[self._part[index]][self._at[index]].cpu().numpy())
 
     def choice(self, index: int) -> Choice | None:
         if not self._chosen[index]:
@@ -80,5 +79,5 @@ class DeviceLogits:
             return np.empty((0, self.vocabulary), np.float32)
         parts = [logits.cpu().numpy() for logits in self._logits]
         if len(parts) == 1:
-            return parts[0][: self._rows]  # a part's rows are in the order of the result
+            return np.array(parts[0][: self._rows])  # a part's rows are in the order of the result
         return np.stack([parts[part][at] for part, at in zip(self._part, self._at, strict=True)])

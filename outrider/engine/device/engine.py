@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
@@ -44,7 +45,7 @@ from outrider.engine.device.input_buffers import (
     moves_of,
 )
 from outrider.engine.device.kernels import Kernels, LayerForm
-from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed, round_up
+from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
@@ -56,10 +57,10 @@ from outrider.errors import ConfigError
 
 ROW_TILE = 8  # a slot's cache rows are a multiple of so many
 VERIFIED = 2  # candidates of a row for a verifier: the token, and the next best for the gap between the two
-WORKSPACE_BYTES = 2**30  # of a device's memory that recordings, libraries and intermediate results may take
+WORKSPACE_BYTES = 3 * 2**29  # of a device's memory that recordings, libraries and intermediate results may take
 GREEDY = Draw(0, 0.0)
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
-FLOAT8_CAPABILITY = (8, 9)  # of a CUDA device, for numbers of 8 bits
+CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {"float8": (8, 9), "bfloat16": (8, 0), "float32": (7, 0)}
 CONVERTED = 2**24  # weights of 8 bits that are converted at once, for passes of many rows
 _NO_MOVES = np.empty((3, 0), np.int64)
 
@@ -86,12 +87,22 @@ class _Head:
             replay()
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that is ready to be launched."""
+
+    segments: list[Segment]
+    layers: _Layers
+    runs: list[Outputs]  # at least one, which may be empty
+    heads: list[_Head | None]  # of each run
+
+
 class DeviceEngine(Engine):
     """A model on a device, or a rank's part of it.
 
     Weights, KV and outputs of linears are bfloat16 or float32; with float8 the layers' linears have weights of 8 bits,
     and all else is bfloat16. Residual stream, norms, rotations and logits are float32. A row's last bits depend on its
-    pass's number of rows. In a group of ranks only rank 0 has the logits.
+    pass's number of rows, and on its place in a tile of attention. In a group of ranks only rank 0 has the logits.
     """
 
     def __init__(
@@ -147,7 +158,8 @@ class DeviceEngine(Engine):
         self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
         self._layers: dict[int, _Layers] = {}  # by rows
-        self._logits = torch.zeros(OUTPUTS[-1], config.vocabulary, device=device)
+        outputs = 0 if group.shard.rank else OUTPUTS[-1]  # rank 0 alone has the logits
+        self._logits = torch.zeros(outputs, config.vocabulary, device=device)
         self._heads: dict[tuple[int, int], _Head] = {}  # by outputs and candidates
         self._gathers: dict[int, Replay] = {}  # by outputs, in a group of ranks
         self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
@@ -210,16 +222,10 @@ class DeviceEngine(Engine):
         torch_device = check_device(device)
         if dtype not in get_args(DeviceDtype):
             raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16 or float8 with device {device}")
-        if dtype == "float8" and torch_device.type == "cuda":
-            capability = torch.cuda.get_device_capability(torch_device)
-            if capability < FLOAT8_CAPABILITY:
-                raise ConfigError(
-                    f"dtype: float8 needs a CUDA device of capability 8.9, and {device} has "
-                    f"{'.'.join(map(str, capability))}; use bfloat16"
-                )
+        _check_capability(torch_device, cast(DeviceDtype, dtype))
         kernels = kernels_for(torch_device)
         kept = range(config.layers) if kept is None else kept
-        with torch.inference_mode():
+        with torch.inference_mode(), _fitting(torch_device):
             return cls(
                 group.shard.config(replace(config, layers=len(kept))),
                 load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype)),
@@ -260,41 +266,52 @@ class DeviceEngine(Engine):
     def record(self) -> None:
         """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds.
 
-        All ranks of a group record at once.
+        The largest are first: smaller ones then fit into the memory that they share. All ranks of a group record at
+        once. Raises ConfigError when the device has too little memory.
         """
-        with torch.inference_mode(), self._current_device():
-            for count in ROWS:
+        self._group.barrier()
+        with torch.inference_mode(), self._current_device(), _fitting(self.device):
+            for count in reversed(ROWS):
                 self._layers_for(count)
-                for candidates in (0, VERIFIED) if count in OUTPUTS else ():
-                    self._head_of(count, candidates)
+                for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
+                    self._head_of(count, min(candidates, self.vocabulary))
+
+    def check_segments(self, segments: Sequence[Segment]) -> None:
+        super().check_segments(segments)
+        check_trees(segments)
 
     def _run(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
         """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none."""
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
-        passes = packed(segments)
         with torch.inference_mode(), self._current_device():
+            passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             *earlier, moves = self._take_moves() or [_NO_MOVES]
             for batch in earlier:
                 self._move(batch)
-            for number, parts in enumerate(passes, 1):
-                rows = [part.segment for part in parts]
-                layers = self._layers_for(round_up(sum(len(it.tokens) for it in rows), ROWS))
-                if moves.shape[1] > moves_of(layers.plan.rows):
+            for prepared in passes:
+                if moves.shape[1] > moves_of(prepared.layers.plan.rows):
                     self._move(moves)
                     moves = _NO_MOVES
-                runs = Outputs.of(parts, draws, result.first).divided(OUTPUTS[-1])
-                heads = [self._head_for(run, candidates) for run in runs]  # first: recording sends inputs of its own
-                self._inputs.send(layers.plan, rows, runs[0], moves)
-                layers.replay()
+                self._inputs.send(prepared.layers.plan, prepared.segments, prepared.runs[0], moves)
+                prepared.layers.replay()
                 moves = _NO_MOVES
-                for index, (run, head) in enumerate(zip(runs, heads, strict=True)):
+                for index, (run, head) in enumerate(zip(prepared.runs, prepared.heads, strict=True)):
                     if index:
                         self._inputs.send_outputs(run)
                     if head is not None:
-                        last = number == len(passes) and index == len(runs) - 1
+                        last = prepared is passes[-1] and index == len(prepared.runs) - 1
                         self._compute_head(head, run, result, last=last)
         return result
+
+    def _prepare(
+        self, parts: Sequence[PassPart], draws: Sequence[Draw | None], candidates: int, first: Sequence[int]
+    ) -> _Pass:
+        """Find what a pass needs. What is not recorded yet is recorded here, which sends inputs of its own."""
+        segments = [part.segment for part in parts]
+        layers = self._layers_for(round_up(sum(len(it.tokens) for it in segments), ROWS))
+        runs = Outputs.of(parts, draws, first).divided(OUTPUTS[-1])
+        return _Pass(segments, layers, runs, [self._head_for(run, candidates) for run in runs])
 
     def _compute_head(self, head: _Head, outputs: Outputs, result: DeviceLogits, *, last: bool) -> None:
         """Compute logits, and choose tokens where there are draws. `last`: nothing of this call overwrites them."""
@@ -438,19 +455,44 @@ class DeviceEngine(Engine):
         self.sample([segment], [GREEDY])
 
 
+def _check_capability(device: torch.device, dtype: DeviceDtype) -> None:
+    """Raise ConfigError when a CUDA device has no arithmetic for a type."""
+    if device.type != "cuda":
+        return
+    has = torch.cuda.get_device_capability(device)
+    if has < (needed := CAPABILITIES[dtype]):
+        possible = next((other for other, least in CAPABILITIES.items() if has >= least), None)
+        advice = "use another device" if possible is None else f"use {possible}"
+        raise ConfigError(
+            f"dtype: {dtype} needs a CUDA device of capability {needed[0]}.{needed[1]}, and {device} has "
+            f"{has[0]}.{has[1]}; {advice}"
+        )
+
+
 def _check_memory(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ConfigError when a cache of that shape does not fit into a device's free memory."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
-    needed, room = prod(shape) * dtype.itemsize, free - WORKSPACE_BYTES
+    needed, room = prod(shape) * dtype.itemsize, max(0, free - WORKSPACE_BYTES)
     if needed > room:
         _, _, slots, _, rows, _ = shape
+        possible = room * slots // needed
+        advice = f"lower slots to {possible}" if possible else "lower the context, use float8, or a larger device"
         raise ConfigError(
             f"slots: the KV of {slots} texts of {rows} tokens takes {needed / 2**30:.1f} GiB, and "
-            f"{room / 2**30:.1f} GiB of {device} are free beside the weights; lower slots to "
-            f"{max(0, room) * slots // needed}, or the context"
+            f"{room / 2**30:.1f} GiB of {device} are free for it; {advice}"
         )
+
+
+@contextmanager
+def _fitting(device: torch.device) -> Iterator[None]:
+    """Raise ConfigError for what does not fit into a device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = str(error).partition(". ")[0]
+        raise ConfigError(f"device: {device} has too little memory for this model: {problem}; lower slots") from None
 
 
 def kernels_for(device: torch.device) -> Kernels:

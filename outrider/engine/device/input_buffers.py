@@ -25,7 +25,7 @@ from outrider.engine.device.tree_attention import TILE_COLUMNS, TREE_WORDS, Atte
 
 ArrayT = TypeVar("ArrayT")
 
-FEWEST_MOVES = 64  # that a pass can begin with
+FEWEST_MOVES, MOST_MOVES = 64, 256  # that a pass can begin with
 _SMALL = np.dtype(np.int32)
 _INTEGER = np.dtype(np.int64)
 _FLOAT = np.dtype(np.float64)
@@ -129,7 +129,7 @@ class _Layout(NamedTuple):
 
 def moves_of(rows: int) -> int:
     """Return how many moves a pass of so many rows can begin with."""
-    return max(FEWEST_MOVES, rows)
+    return min(max(FEWEST_MOVES, rows), MOST_MOVES)
 
 
 class InputBuffers:

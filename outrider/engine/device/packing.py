@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,11 @@ class PassPart(NamedTuple):
 
 
 def packed(segments: Sequence[Segment]) -> list[list[PassPart]]:
-    """Return the parts of each pass, in order: as few passes as possible, each of at most `MOST_ROWS` rows.
+    """Return the parts of each pass, in order, each of at most `MOST_ROWS` rows.
 
-    A chain that is too long for a pass is divided, and a chain with a tree behind it into the two where the tree's bits
-    would not hold both. Raises ValueError for a tree that is too large by itself.
+    A segment that does not fit into what is left of a pass begins the next one. A chain that is too long for a pass is
+    divided, and a chain with a tree behind it into the two where the tree's bits would not hold both. Raises ValueError
+    for a tree that is too large by itself.
     """
     passes: list[list[PassPart]] = [[]]
     room = MOST_ROWS
@@ -45,6 +47,12 @@ def packed(segments: Sequence[Segment]) -> list[list[PassPart]]:
     return [parts for parts in passes if parts]
 
 
+def check_trees(segments: Sequence[Segment]) -> None:
+    """Raise ValueError for a tree that is too large by itself."""
+    for segment in segments:
+        _chain_and_tree(segment)
+
+
 def round_up(count: int, sizes: Sequence[int]) -> int:
     """Return the smallest of `sizes` that is not below `count`."""
     return sizes[bisect_left(sizes, count)]
@@ -55,9 +63,13 @@ def _chain_and_tree(segment: Segment) -> list[Segment]:
     mask = segment.mask
     if mask is None or segment.span <= TREE_COLUMNS:
         return [segment]
-    causal = (mask == np.tri(*mask.shape, dtype=np.bool_)).all(0)  # a column that all rows from its own on see
-    chain = int(np.argmin(causal)) if mask.shape[0] == mask.shape[1] else 0
     count = len(segment.tokens)
+    chain = 0
+    if segment.span == count:
+        branched = (mask != np.tri(count, dtype=np.bool_)).any(0)  # columns that some row behind does not see
+        if not branched.any():
+            return [replace(segment, mask=None)]
+        chain = int(np.argmax(branched))
     if segment.span - chain > TREE_COLUMNS or count - chain > MOST_ROWS:
         raise ValueError(
             f"segment of slot {segment.slot}: a tree of {count - chain} rows over {segment.span - chain} cache rows, "

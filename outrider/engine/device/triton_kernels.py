@@ -1,6 +1,6 @@
 """What lies between the products of a pass, as Triton kernels: one launch for each of norms, rotations, gates, choices.
 
-A kernel is compiled once for a model, whatever the number of a pass's rows. Arithmetic is float32 as in
+A kernel is compiled once for a model, and once more for some classes of numbers. Arithmetic is float32 as in
 `torch_kernels`, the reference; noise and scores are float64 as in `sampling`. The order of all sums is fixed.
 """
 

@@ -73,9 +73,15 @@ class Leader(Engine):
 
     def _send_plan(self, segments: Sequence[Segment]) -> None:
         """Send the segments of a pass to the other ranks, with the KV changes since the last pass."""
-        self.check_segments(segments)
+        self._engine.check_segments(segments)  # before the others begin what this rank would refuse
         changes, self._changes = self._changes, []
         self._group.send(encode(changes, segments))
+
+    def _try(self, segment: Segment) -> None:
+        if self.samples:
+            self.sample([segment], [Draw(0, 0.0)])
+        else:
+            self.forward([segment])
 
     def _change(self, change: Change) -> None:
         """Change the KV of this rank, and queue the change for the others."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw, generation_base
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
@@ -250,14 +251,14 @@ def test_a_tree_that_is_too_large_is_refused(rows: int, span: int) -> None:
 
 @pytest.mark.parametrize(("chain", "nodes", "wanted"), [(560, 20, 1), (560, 20, 12), (560, 20, 30), (561, 207, 0)])
 def test_a_long_chunk_of_a_prompt_with_a_tree_behind_it(tmp_path: Path, chain: int, nodes: int, wanted: int) -> None:
-    """The last one fills its recording, and both parts end with a tile that is not full."""
+    """The second has no branches. The last one fills its recording, and both parts end with a tile that is not full."""
     folder = make_checkpoint(tmp_path, "grouped")
     both = (
         on_device(folder, slots=1, rows=810),
         NativeEngine.load(folder, dtype="float32", slots=1, threads=1, rows=810),
     )
     random = np.random.default_rng(wanted)
-    parents = [int(random.integers(-1, node)) for node in range(nodes)]
+    parents = [node - 1 if wanted == 12 else int(random.integers(-1, node)) for node in range(nodes)]
     mask = tree_mask(chain, [chain + parent for parent in parents])
     tokens, positions = random_tokens(both[1], random, chain + nodes), (mask.sum(1) - 1) % 250
     for engine in both:
@@ -305,13 +306,14 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
 
     engine._recorder = SimpleNamespace(record=record)
     engine.record()
-    assert len(made) == len(ROWS) + 2 * len(OUTPUTS)
+    assert len(made) == len(ROWS) + 3 * len(OUTPUTS)
     random = np.random.default_rng(1)
     for count in (1, 3, 40, 100):
         tree = Tree.random(engine, random, count)
-        engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [Draw(1, 1.0), None])
+        for best in (0, CANDIDATES):
+            engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [Draw(1, 1.0), None], best)
         engine.move(0, np.array([7, 8]), np.array([5, 6]))
-    assert len(made) == len(ROWS) + 2 * len(OUTPUTS)
+    assert len(made) == len(ROWS) + 3 * len(OUTPUTS)
 
 
 def draw_of(contract: Contract, engine: Engine) -> Draw:
