@@ -35,6 +35,7 @@ def _as_list(value: Any) -> Any:
 
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
+WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
 Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
@@ -169,7 +170,7 @@ class WorkerConfig(GrpcConfig):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] = "bfloat16"  # a quantized target is another target
+    dtype: WeightType = "bfloat16"  # a quantized target is another target
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
@@ -180,9 +181,7 @@ class VerifierConfig(WorkerConfig):
 class DrafterConfig(WorkerConfig):
     """One drafter. Its model may be the target's checkpoint, made cheaper by `dtype`, `layers` or `skip`."""
 
-    dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] = (
-        "bfloat16"  # int8 and int4: quantized while loading
-    )
+    dtype: WeightType = "bfloat16"  # of fewer bits: quantized while loading
     layers: int | None = Field(default=None, ge=1)  # run the first layers alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     heads: Path | None = None  # EAGLE heads on `model`, the target, of which only embedding and head are loaded
