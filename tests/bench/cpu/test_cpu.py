@@ -60,7 +60,7 @@ def test_every_stage_is_a_function_that_is_there() -> None:
 @pytest.mark.extended
 def test_a_run_measures_every_process_and_its_stages_are_what_it_used(tmp_path: Path) -> None:
     saved = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "bench.cpu", "--sessions", "2", "--seconds", "2", "--json", str(saved)]
+    command = [sys.executable, "-m", "bench.cpu", "--sessions", "2", "--seconds", "6", "--json", str(saved)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     names = ["router_us", "verifier_us", "drafter_us", "client_us", "router_tokens_s_core", "overhead_ms"]
     assert re.fullmatch("cpu: " + " ".join(rf"{name}=[\d.]+" for name in names), run.stdout.splitlines()[-1])
@@ -86,7 +86,7 @@ def test_callers_by_http_count_what_the_verifier_commits(tmp_path: Path) -> None
         "--sessions",
         "2",
         "--seconds",
-        "2",
+        "6",
         "--json",
         str(saved),
     ]
