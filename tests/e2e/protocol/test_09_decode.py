@@ -169,7 +169,7 @@ async def test_generations_of_a_stream_come_in_one_message_and_end_alone(verifie
         (ended,) = messages[-1].ended or [ended for message in messages for ended in message.ended][1:]
         assert (ended.handle, ended.error.kind, ended.error.field) == (2, "InvalidRequest", "durable")
         together = [len(message.commits) for message in messages if message.commits]
-        assert max(together) >= 3  # those of two steps, where the stream was not ready for the first
+        assert max(together) >= 2  # 2 and 3 go on together; their prompts may have been read one after the other
         for handle in (1, 2, 3):
             commits = [commit for message in messages for commit in message.commits if commit.handle == handle]
             tokens = [token for commit in commits for token in commit.tokens]
