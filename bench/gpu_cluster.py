@@ -6,7 +6,7 @@ drafter are processes of their own that share the device, so a level of the draf
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -103,7 +103,7 @@ def _command(*arguments: object) -> list[str]:
 def _run(*arguments: object) -> bool:
     """Run a command of `outrider`, and return whether it failed."""
     print(f"gpu_cluster: outrider {' '.join(map(str, arguments))}", flush=True)
-    return subprocess.run(_command(*arguments), check=False, cwd=ROOT, env=dict(os.environ)).returncode != 0
+    return subprocess.run(_command(*arguments), check=False, cwd=ROOT).returncode != 0
 
 
 def _outrider(*arguments: object) -> None:
@@ -125,8 +125,6 @@ def _wait_until_ready(cluster: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _vocabulary(target: Path) -> int:
-    import json
-
     content = json.loads((target / "config.json").read_text(encoding="utf-8"))
     return int(content["vocab_size"])
 

@@ -58,7 +58,8 @@ class DeviceLogits:
             self._firsts.append((tokens[:, 0].tolist(), (scores[:, 0] - scores[:, 1]).tolist()))
 
     def row(self, index: int) -> NDArray[np.float32]:
-        return np.array(self._logits[self._part[index]][self._at[index]].cpu().numpy())
+        row: NDArray[np.float32] = self._logits[self._part[index]][self._at[index]].to("cpu", copy=True).numpy()
+        return row
 
     def choice(self, index: int) -> Choice | None:
         if not self._chosen[index]:
@@ -77,7 +78,7 @@ class DeviceLogits:
         """Return all rows: [rows, vocabulary], with one copy where there is one part."""
         if not self._logits:
             return np.empty((0, self.vocabulary), np.float32)
-        parts = [logits.cpu().numpy() for logits in self._logits]
+        parts = [logits.to("cpu", copy=True).numpy() for logits in self._logits]
         if len(parts) == 1:
-            return np.array(parts[0][: self._rows])  # a part's rows are in the order of the result
+            return parts[0][: self._rows]  # a part's rows are in the order of the result
         return np.stack([parts[part][at] for part, at in zip(self._part, self._at, strict=True)])
