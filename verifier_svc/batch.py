@@ -89,6 +89,7 @@ class StepBatch:
     began: float = 0.0  # when the forward pass began, by time.monotonic
     seconds: float = 0.0  # that the forward pass took
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
+    since_last: float = 0.0  # seconds from the commits of the step before to those of this one
     tokens: int = field(init=False)  # rows of the pass
 
     def __post_init__(self) -> None:

@@ -55,6 +55,8 @@ MAX_LISTED = 200
 
 log = logging.getLogger(__name__)
 
+SessionCommit = tuple[VerifierSession, StepCommit]
+
 
 class StepScheduler:
     """Owns the engine and the sessions, and runs the steps.
@@ -223,7 +225,9 @@ class StepScheduler:
                 walks = self._walk(step, logits)
                 self._head_proposer.store(step, walks, self._executor)
                 await self._feature_fuser.store(step, walks, self._executor)
-                self._commit(step, walks)
+                commits = self._commit(step, walks)
+                await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
+                self._learn(step, commits)
                 await self._head_proposer.draft(step, self._executor)
         finally:
             self._stopped = True
@@ -367,12 +371,12 @@ class StepScheduler:
             advance(work, verdicts)
         return walks
 
-    def _commit(self, step: StepBatch, walks: Sequence[Walk | None]) -> None:
-        """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes, counts."""
+    def _commit(self, step: StepBatch, walks: Sequence[Walk | None]) -> list[SessionCommit]:
+        """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes."""
         now = time.monotonic()
         self._ngram_proposers.renew_allowance()
         rates = self.hold_policy.rates if self.hold_policy.overlap_mode is OverlapMode.REST else (0, 0)
-        commits: list[tuple[VerifierSession, StepCommit]] = []
+        commits: list[SessionCommit] = []
         for work, walked in zip(step.works, walks, strict=True):
             if (read := work.end - work.start) > 1:
                 self._prefill_order.add(work.session.tenant, read)
@@ -382,18 +386,22 @@ class StepScheduler:
                 self._end_prefill(step, work)
             else:
                 commits.append((work.session, self._commit_work(step, work, walked, now, rates)))
+        for session, commit in commits:
+            self._publish(session, commit.position, [choice.token for choice in commit.choices])
+        step.since_last, self._committed = now - self._committed, now
+        return commits
+
+    def _learn(self, step: StepBatch, commits: Sequence[SessionCommit]) -> None:
+        """Learns from a step whose commits have been sent, and counts it."""
         if step.back_to_back and any(map(_is_informative, step.sessions)):
             self.hold_policy.learn(
                 self.sessions.values() or step.sessions,
                 [(session, len(commit.choices)) for session, commit in commits],
                 step.prompt_tokens,
-                now - self._committed,
+                step.since_last,
             )
-        self._committed = now
         for session in self.sessions.values():
             session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
-        for session, commit in commits:
-            self._publish(session, commit.position, [choice.token for choice in commit.choices])
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
         for _, commit in commits:
             self.metrics.record_commit(commit.report, len(commit.choices))

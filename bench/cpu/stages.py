@@ -27,6 +27,7 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("verifier_svc/scheduler.py", "_forward"): "forward",
         ("verifier_svc/scheduler.py", "_walk"): "walk",
         ("verifier_svc/scheduler.py", "_commit"): "commit",
+        ("verifier_svc/scheduler.py", "_learn"): "learn",
         ("verifier_svc/router_stream.py", "run"): "send",
         ("verifier_svc/router_stream.py", "_read"): "receive",
         ("outrider/draft_server/servicer.py", "publish"): "publish",

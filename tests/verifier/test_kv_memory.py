@@ -51,7 +51,7 @@ async def stepped(loop: StepScheduler) -> list[VerifierSession]:
     """One step of those that may; who that was."""
     step = await loop._choose()
     logits = await loop._forward(step)
-    loop._commit(step, loop._walk(step, logits))
+    loop._learn(step, loop._commit(step, loop._walk(step, logits)))
     return step.sessions
 
 

@@ -89,7 +89,7 @@ async def passed(loop: StepScheduler, *sessions: VerifierSession) -> tuple[StepB
 
 async def stepped(loop: StepScheduler, *sessions: VerifierSession) -> None:
     step, logits = await passed(loop, *sessions)
-    loop._commit(step, loop._walk(step, logits))
+    loop._learn(step, loop._commit(step, loop._walk(step, logits)))
 
 
 async def generated(loop: StepScheduler, session: VerifierSession) -> list[int]:
@@ -254,6 +254,31 @@ async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: Step
     assert gone.tokens == [*TEXT]
     assert commits(gone) == [None]
     assert len(other.tokens) == len(TEXT) + 1
+
+
+async def test_commits_are_sent_before_anything_is_learned_of_their_step(
+    loop: StepScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, order = opened(loop, most=3), list[str]()
+    learn = loop._learn
+
+    def learned(step: StepBatch, made: Sequence[tuple[VerifierSession, StepCommit]]) -> None:
+        order.append("learned")
+        learn(step, made)
+
+    monkeypatch.setattr(loop, "_learn", learned)
+    running = asyncio.create_task(loop.run())
+    while (commit := await session.commits.get()) is not None:
+        order.append("sent")
+        session.commits.acknowledge(commit.position + 1)
+        if commit.last:
+            loop.close(session)
+    while order[-1] == "sent":
+        await asyncio.sleep(0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert order == ["sent", "learned"] * 3
 
 
 async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(loop: StepScheduler) -> None:
