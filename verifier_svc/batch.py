@@ -36,16 +36,19 @@ class SessionWork:
     window: WindowRows = NO_ROWS  # of guesses, which see no node
     window_price: float = 0.0  # tokens that could be committed in the time of its rows
     window_seconds: float = 0.0  # spent on it outside the pass
+    expected: float = 1.0  # tokens that it should commit, by the calibrated scores of its nodes
 
     @property
     def chooses(self) -> bool:
         """Whether the step commits for this session; a chunk inside a prompt does not."""
         return self.end == len(self.session.tokens)
 
-    def add(self, node: Node, rows: dict[Node, int]) -> None:
-        """Adds a node whose parent is the root or was added before; `rows` maps each added node to its row."""
+    def add(self, node: Node, score: float, rows: dict[Node, int]) -> None:
+        """Adds a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
+        its row."""
         self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
         self.nodes.append(node)
+        self.expected += score
         rows[node] = len(self.nodes)
 
     @property

@@ -166,7 +166,9 @@ class RouterStream:
             if call.span.is_recording():
                 session.traced = TracedSteps(call.span)
                 call.span.set_attributes(self._opener.attributes(session))
-            self._message.started.add(handle=generation.handle, cached=session.kv_slot.cached)
+            self._message.started.add(
+                handle=generation.handle, cached=session.kv_slot.cached, resting=session.terms.resting
+            )
             generation.session = session
             session.commits.on_change = partial(self._mark, generation)
             self._mark(generation)

@@ -22,9 +22,12 @@ import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
 from outrider.core.control.budget import CostModel, VerificationBudget, choose_budget
+from outrider.core.control.governor import Governor
 from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
-from outrider.core.session.contract import OFF, Contract, Overlap
+from outrider.core.control.plain_pace import PlainPace
+from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.session.contract import OFF, Contract
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.node import Node
 from outrider.engine.engine import Engine
@@ -55,7 +58,7 @@ MAX_LISTED = 200
 
 log = logging.getLogger(__name__)
 
-SessionCommit = tuple[VerifierSession, StepCommit]
+SessionCommit = tuple[SessionWork, StepCommit]
 
 
 class StepScheduler:
@@ -88,7 +91,6 @@ class StepScheduler:
         self._engine = engine
         self._prefill_chunk = prefill_chunk
         self._max_nodes = 0 if engine.treeless else max_nodes
-        self._measured_rows = max_nodes  # rows of the largest pass whose cost was measured
         self._publish = publish
         self._pause = pause
         self._ngram_proposers = ngram_proposers or NgramProposers()
@@ -97,7 +99,8 @@ class StepScheduler:
         self._executor = Executor(engine)
         self._memory = KvMemory(engine, self._executor, self.slots, max_nodes)
         self._prefill_order = PrefillOrder()
-        self.hold_policy = HoldPolicy(cost)
+        self.hold_policy = HoldPolicy()
+        self.steering = Steering(Governor(PlainPace(cost.points())), cost)
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._pass_ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
@@ -130,8 +133,8 @@ class StepScheduler:
             start, kv_slot, engine.vocabulary, patterns, proposer, heads, unpadded_vocabulary=engine.unpadded_vocabulary
         )
         session.fused = self._feature_fuser.open(kv_slot, self._executor)
-        session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions[session.id] = session
+        self.steering.on_opened(self.sessions.values())
         self.wake()
         return session
 
@@ -188,7 +191,8 @@ class StepScheduler:
         """Return what steps are decided from. May be called in another thread."""
         return {
             "pass": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.cost.points()],
-            "holds": self.hold_policy.estimates(),
+            "steering": self.steering.estimates(),
+            "arrivals": self.hold_policy.estimates(),
             "ngram_proposers": self._ngram_proposers.estimates(),
             "sessions": [
                 {"session": session.id[:ID_CHARACTERS], **session.terms.estimates()}
@@ -209,8 +213,8 @@ class StepScheduler:
             drained()
 
     def on_drafter_connected(self) -> None:
-        """Forgets what was measured of the drafters, because another drafter's stream has opened."""
-        self.hold_policy.forget()
+        """Tries soon again what did not pay, because another drafter has come."""
+        self.steering.governor.reconsider()
 
     def wake(self) -> None:
         """Wakes the scheduler: something changed that may make a session ready or a tree better."""
@@ -287,16 +291,17 @@ class StepScheduler:
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
-        waited = min(now - self._pass_ended, self.cost.seconds(base))  # an idle scheduler has not waited for this step
+        passed = min(now - self._pass_ended, self.cost.seconds(base))  # an idle scheduler has not waited for this step
+        outside = max(passed, self.cost.overhead(len(works)))
         prompt_tokens = base - len(decoding) - len(rows)
         certain += self.cost.in_tokens(len(decoding), prompt_tokens)
         scores = [-cost for cost, _, _ in ranked]
-        budget = choose_budget(scores, base, certain, self.cost, waited)
+        budget = choose_budget(scores, base, certain, self.cost, outside)
         ahead, price = look_ahead(deciding, base, budget, self.cost, self.times, self._max_nodes)
         if ahead:
-            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
-        for _, work, node in ranked[: budget.nodes]:
-            work.add(node, rows)
+            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, outside)
+        for score, work, node in ranked[: budget.nodes]:
+            work.add(node, -score, rows)
         return StepBatch(works, budget.price, budget.expected / budget.seconds, prompt_tokens), budget
 
     def _add_full_trees(self, works: Sequence[SessionWork], rows: dict[Node, int]) -> float:
@@ -316,8 +321,9 @@ class StepScheduler:
                 if len(work.nodes) + len(level) > allowed:
                     break
                 for node in level:
-                    expected += session.tree.score(node)
-                    work.add(node, rows)
+                    score = session.tree.score(node)
+                    expected += score
+                    work.add(node, score, rows)
         return expected
 
     def _base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
@@ -343,10 +349,11 @@ class StepScheduler:
         self._in_pass = ()
         step.began, step.seconds = began, self._pass_ended - began
         if step.back_to_back:
-            self.times.add(StepTime(step.tokens, step.seconds, step.waited, began - before - step.waited))
+            overhead = began - before - step.waited
+            self.times.add(StepTime(step.tokens, step.seconds, step.waited, overhead))
+            self.cost.observe_overhead(len(step.works), overhead)
         self.progress.end()
-        if step.tokens <= self._measured_rows:
-            self.cost.observe(step.tokens, step.seconds)
+        self.cost.observe(step.tokens, step.seconds)
         return logits
 
     def _meanwhile(self, step: StepBatch) -> None:
@@ -375,7 +382,7 @@ class StepScheduler:
         """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes."""
         now = time.monotonic()
         self._ngram_proposers.renew_allowance()
-        rates = self.hold_policy.rates if self.hold_policy.overlap_mode is OverlapMode.REST else (0, 0)
+        rates = self.steering.rates() if self.steering.overlap_mode is OverlapMode.REST else (0, 0)
         commits: list[SessionCommit] = []
         for work, walked in zip(step.works, walks, strict=True):
             if (read := work.end - work.start) > 1:
@@ -385,23 +392,17 @@ class StepScheduler:
             if walked is None:
                 self._end_prefill(step, work)
             else:
-                commits.append((work.session, self._commit_work(step, work, walked, now, rates)))
-        for session, commit in commits:
-            self._publish(session, commit.position, [choice.token for choice in commit.choices])
+                commits.append((work, self._commit_work(step, work, walked, now, rates)))
+        for work, commit in commits:
+            self._publish(work.session, commit.position, [choice.token for choice in commit.choices])
         step.since_last, self._committed = now - self._committed, now
         return commits
 
     def _learn(self, step: StepBatch, commits: Sequence[SessionCommit]) -> None:
         """Learns from a step whose commits have been sent, and counts it."""
-        if step.back_to_back and any(map(_is_informative, step.sessions)):
-            self.hold_policy.learn(
-                self.sessions.values() or step.sessions,
-                [(session, len(commit.choices)) for session, commit in commits],
-                step.prompt_tokens,
-                step.since_last,
-            )
-        for session in self.sessions.values():
-            session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
+        if step.back_to_back:
+            made = [SessionTokens(work.session, len(commit.choices), work.expected) for work, commit in commits]
+            self.steering.on_step(self.sessions.values(), made, step.prompt_tokens, step.since_last)
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
         for _, commit in commits:
             self.metrics.record_commit(commit.report, len(commit.choices))
@@ -444,7 +445,9 @@ class StepScheduler:
         commit = session.commit(choices, report, now, drafter_credits)
         self._keep(work, kept)
         if traced is not None and pending is not None:
-            traced.after_commit(session, session.terms.overlap_mode, step.figures, pending, len(choices), len(path))
+            traced.after_commit(
+                session, self.steering.attributes(session), step.figures, pending, len(choices), len(path)
+            )
         return commit
 
     def _keep(self, work: SessionWork, path: Sequence[int]) -> None:
@@ -457,11 +460,6 @@ class StepScheduler:
             self._executor.move(session.kv_slot.slot, source, target)
         session.cached += chain + len(path)
         self.slots.mark_computed(session.kv_slot.slot, session.cached)
-
-
-def _is_informative(session: VerifierSession) -> bool:
-    """Whether the session's steps show which overlap mode is fastest."""
-    return session.drafting and session.terms.plan.overlap not in (Overlap.ALWAYS, Overlap.ROUNDS)
 
 
 def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Node]]:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from outrider.config import VerifierConfig
+from outrider.core.control.steering import Steering
 from outrider.core.session.contract import Plan
 from outrider.core.session.digest import Prefix, extend
 from outrider.core.tree.committed_window import settled_prefix
@@ -68,6 +69,7 @@ class DecodeServicer(VerifierServicer):
     def replan(self, session: VerifierSession, plan: Plan) -> None:
         """Has a session follow a newer plan."""
         session.terms.plan = plan
+        self._scheduler.steering.apply(self._scheduler.sessions.values())
         self._stream_servicer.refresh(session)
         self._scheduler.wake()
 
@@ -144,7 +146,8 @@ class DecodeServicer(VerifierServicer):
                 waited_us=round(times.waited * 1e6),
                 overhead_us=round(times.overhead * 1e6),
             ),
-            overlap_mode=self._scheduler.hold_policy.overlap_mode.value,
+            overlap_mode=self._scheduler.steering.overlap_mode.value,
+            control=_control(self._scheduler.steering),
             treeless=self._engine.treeless,
             ranks=self._engine.ranks,
         )
@@ -202,3 +205,26 @@ class DecodeServicer(VerifierServicer):
             start.window,
             known,
         )
+
+
+def _control(steering: Steering) -> pb.Control:
+    governor = steering.governor
+    rate, error = steering.plain()
+    return pb.Control(
+        arm=str(governor.arm),
+        reason=governor.reason,
+        tokens_per_s=steering.tokens_per_s,
+        plain_tokens_per_s=rate,
+        plain_error=error,
+        delay_budget_s=governor.budget.level_s,
+        comparisons=[
+            pb.ArmComparison(
+                usual=str(usual),
+                arm=str(arm),
+                ratio=difference.ratio,
+                low=difference.lowest or 0.0,
+                high=difference.highest or 0.0,
+            )
+            for usual, arm, difference in governor.compared()
+        ],
+    )

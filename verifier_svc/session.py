@@ -219,7 +219,7 @@ class VerifierSession(DraftedSession):
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)
-        self.terms.on_commit(len(tokens), now)
+        self.terms.committed_at = now
         self.propose_ngrams()
         self.arrivals.restart(now, self.tree_value())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end

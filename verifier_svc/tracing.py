@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from opentelemetry.trace import Span
 
-from outrider.core.control.overlap import OverlapMode
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
@@ -62,13 +61,14 @@ class TracedSteps:
     def after_commit(
         self,
         session: DraftedSession,
-        mode: OverlapMode,
+        control: Attributes,
         step: StepFigures,
         pending: PendingStep,
         committed: int,
         accepted: int,
     ) -> None:
-        """Makes the span of a step that committed so many tokens, of which `accepted` were drafted."""
+        """Makes the span of a step that committed so many tokens, of which `accepted` were drafted. `control`: see
+        `Steering.attributes`."""
         held, verified, plan, tree = pending.held, pending.verified, session.terms.plan, session.tree
         drafted, unused, self._drafted, self._unused = self._drafted, self._unused, 0, 0
         self._drafts = {name: span for name, span in self._drafts.items() if _lives(tree, name)}
@@ -92,8 +92,8 @@ class TracedSteps:
                 "outrider.plan.depth": plan.depth,
                 "outrider.plan.width": plan.width,
                 "outrider.plan.nodes": plan.nodes,
-                "outrider.overlap_mode": mode.value,
                 "outrider.drafters": len(session.subscriptions),
+                **control,
             },
             pending.drafts,
         )

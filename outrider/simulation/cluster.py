@@ -28,6 +28,7 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.outcome = SimulationOutcome()
+        self._drafted_before = 0.0  # seconds of drafters' work in earlier phases
         self._new_policy = new_policy
         self._cost = cost_model(deployment)
         self._phase = scenario.phase[0]
@@ -41,6 +42,7 @@ class SimulatedCluster:
     def run(self) -> Iterator[SimulationOutcome]:
         """Simulate the phases in order, and yield the outcome of each."""
         for phase in self._phases:
+            self._drafted_before = self.drafted_s
             self._phase, self.outcome = phase, SimulationOutcome()
             began = self.clock.now
             until = began + phase.seconds
@@ -61,6 +63,11 @@ class SimulatedCluster:
             self.outcome.session_seconds += sum(until - max(began, session.began) for session in self._at)
             yield self.outcome
 
+    @property
+    def drafted_s(self) -> float:
+        """The seconds for which all drafters have worked."""
+        return self._drafted_before + self.outcome.drafting
+
     def one_way(self) -> float:
         """Return the seconds that a message between a verifier and a drafter takes, drawn at random."""
         return max(0.0, (self._phase.round_trip_ms / 2 + self.rng.gauss(0.0, self._phase.jitter_ms)) / 1e3)
@@ -74,12 +81,8 @@ class SimulatedCluster:
         return self._at.get(session, self._verifiers[0])
 
     def assign(self, session: SimulatedSession) -> None:
-        """Assign the drafter with the fewest sessions, or remove the session's drafter where its plan has depth 0."""
-        if not session.terms.plan.depth:
-            if session.drafter is not None:
-                session.drafter.forget(session)
-                session.drafter = None
-        elif session.drafter is None and self._drafters:
+        """Assign the drafter with the fewest sessions to one that its verifier wants a drafter for."""
+        if session.drafter is None and self._drafters and session.terms.plan.depth and not session.terms.resting:
             session.drafter = min(self._drafters, key=lambda drafter: len(drafter.sessions))
             session.drafter.sessions.add(session)
 
@@ -125,5 +128,4 @@ class SimulatedCluster:
         arrivals = Arrivals(verifier.hold_policy.patterns(greedy=False))
         session = SimulatedSession(kind, self._new_policy(kind), arrivals, self.rng, self.clock.now, ended)
         self._at[session] = verifier
-        self.assign(session)
         verifier.open(session)

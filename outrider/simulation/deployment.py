@@ -46,6 +46,8 @@ class Deployment(Section):
     drafters: int = Field(default=1, ge=0)  # number of drafters, all alike
     level_ms: float = Field(default=1.5, gt=0)  # of a drafter's pass over one session's level
     level_more_ms: float = Field(default=0.2, ge=0)  # for each further session in the pass
+    read_ms: float = Field(default=0.05, ge=0)  # of a drafter, for each token of a text that it has missed
+    contention: float = Field(default=0.0, ge=0)  # seconds that a pass becomes longer for each second drafted meanwhile
     overhead_ms: float = Field(default=1.5, ge=0)  # of a step, in addition to its pass
     max_nodes: int = Field(default=64, ge=0)  # nodes that a step verifies at most
     prefill_chunk: int = Field(default=128, ge=1)  # prompt tokens that a step reads at most
@@ -75,7 +77,7 @@ class SimulationOutcome:
     tokens: int = 0  # committed
     steps: int = 0  # steps of decoding sessions: a step counts once for each
     answers: int = 0
-    switches: int = 0  # changes of a session's plan
+    switches: int = 0  # changes of a session's plan, and of a verifier's usual way of working for all its sessions
     session_seconds: float = 0.0
     passes: float = 0.0  # time of the verifiers' passes
     drafting: float = 0.0  # time of the drafters' passes

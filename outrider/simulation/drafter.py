@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment
 
+FEW = 16  # committed tokens that a level's pass reads beside
+
 
 class SimulatedDrafter:
     """Drafts one level at a time for all sessions that need one."""
@@ -16,6 +18,7 @@ class SimulatedDrafter:
         self._drafts: dict[
             SimulatedSession, tuple[int, SimulatedDraft]
         ] = {}  # the number of committed tokens that the drafter has received, and its draft
+        self._read: dict[SimulatedSession, int] = {}  # tokens of the text that it has read
         self._running = False
 
     def on_commit(self, session: SimulatedSession, position: int) -> None:
@@ -32,6 +35,7 @@ class SimulatedDrafter:
         """Stop drafting for a session."""
         self.sessions.discard(session)
         self._drafts.pop(session, None)
+        self._read.pop(session, None)
 
     def _start(self) -> None:
         turn = {it: drafted for it, (known, drafted) in self._drafts.items() if self._may(it, known, drafted)}
@@ -39,6 +43,7 @@ class SimulatedDrafter:
             return
         deployment = self._cluster.deployment
         seconds = (deployment.level_ms + (len(turn) - 1) * deployment.level_more_ms) / 1e3
+        reading = sum(self._missed(it) for it in turn) * deployment.read_ms / 1e3
         waited_for = [it for it in turn if not (it.terms.ahead or it.terms.rounds)]
         gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
         if waited_for and gain < seconds * sum(it.terms.time_price for it in waited_for):
@@ -46,8 +51,15 @@ class SimulatedDrafter:
                 self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
             return
         self._running = True
+        seconds += reading
+        self._read.update((it, it.kind.prompt + self._drafts[it][0]) for it in turn)
         self._cluster.outcome.drafting += seconds
         self._cluster.clock.after(seconds, lambda: self._done(turn))
+
+    def _missed(self, session: SimulatedSession) -> int:
+        """Return the tokens to read before the next level, unless they are few: these are rows of its pass."""
+        missed = session.kind.prompt + self._drafts[session][0] - self._read.get(session, 0)
+        return missed if missed > FEW else 0
 
     @staticmethod
     def _may(session: SimulatedSession, known: int, drafted: SimulatedDraft) -> bool:

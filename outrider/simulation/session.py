@@ -50,6 +50,10 @@ class SimulationEnvironment(Protocol):
     clock: Clock
     outcome: SimulationOutcome
 
+    @property
+    def drafted_s(self) -> float:
+        """The seconds for which all drafters have worked."""
+
     def one_way(self) -> float:
         """Return the seconds that a message between a verifier and a drafter takes."""
 
@@ -60,7 +64,7 @@ class SimulationEnvironment(Protocol):
         """Return the session's verifier."""
 
     def assign(self, session: SimulatedSession) -> None:
-        """Assign a drafter to the session, or remove it, as its plan requires."""
+        """Assign a drafter to the session, if its verifier wants one for it and it has none."""
 
     def release(self, session: SimulatedSession) -> None:
         """Remove an ended session."""
@@ -106,6 +110,11 @@ class SimulatedSession:
     def left(self) -> int:
         """The number of tokens to be committed until the end."""
         return self.length - self.position
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the session has a drafter."""
+        return self.drafter is not None
 
     @property
     def awaiting_depth(self) -> bool:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.core.control.budget import CostModel, choose_budget
+from outrider.core.control.governor import Governor
 from outrider.core.control.hold_policy import HoldPolicy
+from outrider.core.control.plain_pace import PlainPace
+from outrider.core.control.steering import SessionTokens, Steering
 from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
 from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment, best_nodes
@@ -33,7 +36,8 @@ class SimulatedVerifier:
         self.cluster = cluster
         self.sessions: list[SimulatedSession] = []
         self._cost = cost_model(cluster.deployment)
-        self.hold_policy = HoldPolicy(self._cost)
+        self.hold_policy = HoldPolicy()
+        self.steering = Steering(Governor(PlainPace(self._cost.points())), self._cost)
         self._running = False
         self._alarm = 0  # number of the latest alarm; earlier alarms are ignored
         self._ended = 0.0
@@ -41,8 +45,9 @@ class SimulatedVerifier:
 
     def open(self, session: SimulatedSession) -> None:
         """Add a session."""
-        session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions.append(session)
+        self.steering.on_opened(self.sessions)
+        self._assign_drafters()
         self.choose()
 
     def on_level(self, session: SimulatedSession, drafted: SimulatedDraft) -> None:
@@ -82,7 +87,8 @@ class SimulatedVerifier:
         base = len(deciding) + reads + sum(nodes)
         certain = len(deciding) + self._cost.in_tokens(len(deciding), reads)
         since = min(clock.now - self._ended, self._cost.seconds(max(1, base)))
-        budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, since)
+        outside = since + self._cost.overhead(len(deciding) + len(reading))
+        budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, outside)
         hold = 0.0 if reads else self.hold_policy.hold_seconds(deciding, budget, clock.now)
         if hold > MIN_HOLD_S:
             self._alarm += 1
@@ -114,32 +120,43 @@ class SimulatedVerifier:
         for session in deciding:
             session.passing = True
         self.cluster.outcome.passes += step.seconds
-        clock.after(step.seconds + self.cluster.deployment.overhead_ms / 1e3, lambda: self._commit(step))
+        drafted = self.cluster.drafted_s
+        clock.after(step.seconds, lambda: self._contend(step, drafted))
+
+    def _contend(self, step: SimulatedStep, drafted: float) -> None:
+        """End a pass as much later as drafters have slowed it. They had worked for `drafted` seconds when it began."""
+        deployment = self.cluster.deployment
+        stolen = deployment.contention * min(step.seconds, self.cluster.drafted_s - drafted)
+        overhead = deployment.overhead_ms / 1e3
+        self._cost.observe_overhead(len(step.deciding) + len(step.reading), overhead)
+        self.cluster.clock.after(stolen + overhead, lambda: self._commit(step))
 
     def _commit(self, step: SimulatedStep) -> None:
         clock, outcome = self.cluster.clock, self.cluster.outcome
         for session, taken in step.reading.items():
             session.unread -= taken
-        commits: list[tuple[SimulatedSession, int]] = []
+        commits: list[SessionTokens] = []
         for session, count in zip(step.deciding, step.nodes, strict=True):
+            expected = 1.0 + sum(session.scores()[:count])
             tokens, report = self._decide(session, count, step)
-            commits.append((session, tokens))
+            commits.append(SessionTokens(session, tokens, expected))
             session.terms.verified_price = step.price
             self._deliver(session, tokens, report)
         if step.deciding and self._committed:
-            self.hold_policy.learn(
-                self.sessions or step.deciding,
-                commits,
-                sum(step.reading.values()),
-                clock.now - self._committed,
-            )
+            read = sum(step.reading.values())
+            switches = self.steering.governor.switches
+            self.steering.on_step(self.sessions, commits, read, clock.now - self._committed)
+            self._assign_drafters()
+            outcome.switches += (self.steering.governor.switches - switches) * len(self.sessions)
         self._committed = self._ended = clock.now
-        outcome.tokens += sum(tokens for _, tokens in commits)
+        outcome.tokens += sum(it.tokens for it in commits)
         outcome.steps += len(step.deciding)
-        for session in self.sessions:
-            session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self._running = False
         self.choose()
+
+    def _assign_drafters(self) -> None:
+        for session in self.sessions:
+            self.cluster.assign(session)
 
     def _decide(self, session: SimulatedSession, count: int, step: SimulatedStep) -> tuple[int, StepReport]:
         """Decide how many tokens a session commits. Return that number and the report."""
@@ -181,7 +198,7 @@ class SimulatedVerifier:
         clock = self.cluster.clock
         session.passing = False
         session.position += tokens
-        session.terms.on_commit(tokens, clock.now)
+        session.terms.committed_at = clock.now
         if session.left <= 0:
             self.sessions.remove(session)
             self.cluster.release(session)
@@ -193,7 +210,6 @@ class SimulatedVerifier:
         if plan is not session.terms.plan:
             self.cluster.outcome.switches += 1
             session.terms.plan = plan
-            self.cluster.assign(session)
         if (drafter := session.drafter) is not None:
             position = session.position
             clock.after(self.cluster.one_way(), lambda: drafter.on_commit(session, position))

@@ -105,12 +105,14 @@ class DecodeResponse(_message.Message):
     def __init__(self, heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., started: _Optional[_Iterable[_Union[DecodeStarted, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DecodeCommit, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
-    __slots__ = ("cached", "handle")
+    __slots__ = ("cached", "handle", "resting")
     CACHED_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    RESTING_FIELD_NUMBER: _ClassVar[int]
     cached: int
     handle: int
-    def __init__(self, cached: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
+    resting: bool
+    def __init__(self, cached: _Optional[int] = ..., handle: _Optional[int] = ..., resting: _Optional[bool] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
     __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "credits", "logprobs", "handle")
@@ -169,7 +171,7 @@ class Error(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., details: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class VerifierDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "overlap_mode", "treeless", "ranks")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "overlap_mode", "control", "treeless", "ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +192,7 @@ class VerifierDescription(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_MODE_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
     TREELESS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -212,9 +215,42 @@ class VerifierDescription(_message.Message):
     kv_bytes: int
     step_times: StepTimes
     overlap_mode: str
+    control: Control
     treeless: str
     ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ..., numerics: _Optional[str] = ..., warm: _Optional[int] = ..., tasks: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., overlap_mode: _Optional[str] = ..., treeless: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ..., numerics: _Optional[str] = ..., warm: _Optional[int] = ..., tasks: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., overlap_mode: _Optional[str] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., treeless: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
+
+class Control(_message.Message):
+    __slots__ = ("arm", "reason", "tokens_per_s", "plain_tokens_per_s", "plain_error", "delay_budget_s", "comparisons")
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DELAY_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    COMPARISONS_FIELD_NUMBER: _ClassVar[int]
+    arm: str
+    reason: str
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    plain_error: float
+    delay_budget_s: float
+    comparisons: _containers.RepeatedCompositeFieldContainer[ArmComparison]
+    def __init__(self, arm: _Optional[str] = ..., reason: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., plain_tokens_per_s: _Optional[float] = ..., plain_error: _Optional[float] = ..., delay_budget_s: _Optional[float] = ..., comparisons: _Optional[_Iterable[_Union[ArmComparison, _Mapping]]] = ...) -> None: ...
+
+class ArmComparison(_message.Message):
+    __slots__ = ("usual", "arm", "ratio", "low", "high")
+    USUAL_FIELD_NUMBER: _ClassVar[int]
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    usual: str
+    arm: str
+    ratio: float
+    low: float
+    high: float
+    def __init__(self, usual: _Optional[str] = ..., arm: _Optional[str] = ..., ratio: _Optional[float] = ..., low: _Optional[float] = ..., high: _Optional[float] = ...) -> None: ...
 
 class StepTimes(_message.Message):
     __slots__ = ("rows", "forward_us", "waited_us", "overhead_us")

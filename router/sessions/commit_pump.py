@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from router.sessions.verifier_client import DecodeEnd, DecodeStream, ReceivedCom
 from router.speculation.step_statuses import StepStatuses
 
 RENEWALS_PER_LEASE = 3
+RELEASE_S = 20.0  # after the verifier last wanted drafters, when they are released to other sessions
 
 
 class CommitPump:
@@ -50,11 +52,14 @@ class CommitPump:
         self._standby = standby
         self._samples = router.sample_writer.collector(opened.record.tenant, opened.model, opened.turn.contract)
         self._drafters: DrafterSet
+        self._wanted = False  # whether the generation should have drafters
+        self._wanted_at = -math.inf  # when the verifier last wanted them
         self._alone: Callable[[], dict[str, float]] = dict  # what each drafter alone had drafted
         self.contract = self._samples.verifier_contract(opened.turn.contract)  # for verifiers
 
     async def run(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
         """Handle the verifier's commits until the response ends."""
+        self._wanted, self._wanted_at = self._wants_drafters(stream.resting), -math.inf
         self._drafters = self._assign_drafters(token_log, stream)
         try:
             return await self._process_commits(token_log, stream)
@@ -86,9 +91,12 @@ class CommitPump:
                 return EndReason.STOP
             self._drafters.observe(len(event.tokens), event.report.drafters, event.credits)
             policy.observe(event.report)
-            plan = policy.plan()
-            if plan is not self.plan:
-                self._change_plan(plan, token_log, stream)
+            if policy.plan() is not self.plan:
+                self._change_plan(policy.plan(), stream)
+            if self._wanted != (wanted := self._wants_drafters(event.report.resting)):
+                self._wanted = wanted
+                self._drafters.detach_all()
+                self._drafters = self._assign_drafters(token_log, stream)
         if response.reason is None:
             raise InternalError(f"verifier {stream.worker.worker_id} ended the response before its contract did")
         return response.reason
@@ -124,20 +132,24 @@ class CommitPump:
         self._opened.response.usage.speculation.observe(status)
         self._router.metrics.speculation[self._opened.model.name, status.reason.value] += 1
 
-    def _change_plan(self, plan: Plan, token_log: TokenLog, stream: DecodeStream) -> None:
-        """Follow another plan. Drafters that the plan does not need are detached and serve other sessions."""
-        was_drafting, self.plan = self.plan.depth > 0, plan
+    def _wants_drafters(self, resting: bool) -> bool:
+        """Return whether the generation should have drafters. `resting`: the verifier does without them now."""
+        now = time.monotonic()
+        if not resting:
+            self._wanted_at = now
+        return self.plan.depth > 0 and now - self._wanted_at < RELEASE_S
+
+    def _change_plan(self, plan: Plan, stream: DecodeStream) -> None:
+        """Follow another plan."""
+        self.plan = plan
         self._router.metrics.changes += 1
         if (span := recording_span()) is not None:
             span.add_event("plan", plan_attributes(plan))
         stream.plan(plan)
-        if was_drafting != (plan.depth > 0):
-            self._drafters.detach_all()
-            self._drafters = self._assign_drafters(token_log, stream)
 
     def _assign_drafters(self, token_log: TokenLog, stream: DecodeStream) -> DrafterSet:
         router, record, contract = self._router, self._opened.record, self._opened.turn.contract
-        wanted = router.config.drafters_per_session if self.plan.depth and not stream.worker.treeless else 0
+        wanted = router.config.drafters_per_session if self._wanted and not stream.worker.treeless else 0
         single = rule_of(contract).child_sampling is ChildSampling.SAMPLED  # several drafters' draws have no one q
         assignment = DraftAssignment(
             session_id=record.session_id,

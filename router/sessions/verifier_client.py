@@ -83,6 +83,7 @@ class DecodeStream:
     def __init__(self, worker: Worker, link: VerifierLink, start: DecodeStart) -> None:
         self.worker = worker
         self.opened = False
+        self.resting = False  # whether the verifier wanted no drafters when the stream opened
         self.cached = 0  # tokens whose KV the verifier had when the stream opened
         self._link = link
         self._start = start
@@ -138,7 +139,7 @@ class DecodeStream:
 
     def on_started(self, started: verifier_pb2.DecodeStarted) -> None:
         """The session has a slot."""
-        self.opened, self.cached = True, started.cached
+        self.opened, self.cached, self.resting = True, started.cached, started.resting
         self._changed.set()
 
     def on_commit(self, commit: verifier_pb2.DecodeCommit) -> None:

@@ -26,7 +26,7 @@ class StepStatuses:
             return DRAFTING
         if self._off is not None:
             return self._off
-        if not plan.depth or (report.resting and report.drafters):
+        if not plan.depth or report.resting:
             rates = report.plain_rate * MILLI, report.drafted_rate * MILLI
             return SpeculationStatus(SpeculationReason.RESTING, "", 0, *rates)
         return LATE if report.drafters else obstacle or STARTING

@@ -107,7 +107,8 @@ async def test_what_controllers_decide_from_is_shown(shown: Shown) -> None:
     seconds = [point["seconds"] for point in verifier["pass"]]
     assert seconds == sorted(seconds)
     assert seconds[0] > 0.0
-    assert verifier["holds"]["overlap_mode"] in ("turns", "ahead", "rest")
+    assert verifier["steering"]["arm"] in ("turns", "ahead", "rest")
+    assert verifier["steering"]["delay_budget_s"] <= 0.1
     assert any(name.startswith("target:") for name in router["priors"])
     await asking
 

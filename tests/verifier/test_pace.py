@@ -1,13 +1,8 @@
 """How a session's drafters are to work."""
 
-from statistics import mode
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
@@ -93,31 +88,6 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
     assert session.terms.price == 0.0
 
 
-def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many() -> None:
-    pace = HoldPolicy(CostModel([(1, 0.01), (64, 0.02)]))
-    speeds = {
-        1: {OverlapMode.TURNS: 3.0, OverlapMode.AHEAD: 2.0, OverlapMode.REST: 1.0},
-        8: {OverlapMode.TURNS: 2.0, OverlapMode.AHEAD: 3.0, OverlapMode.REST: 8.0},
-    }
-
-    def steps(seconds: float, sessions: int, speed: dict[OverlapMode, float]) -> OverlapMode:
-        crowd: list[Any] = [SimpleNamespace(greedy=False, representative=True)] * sessions
-        ways = []
-        for _ in range(round(seconds * 100)):
-            committed = round(100 * speed[pace.overlap_mode] / sessions)
-            pace.learn(crowd, [(each, committed) for each in crowd], 0, 0.01)
-            ways.append(pace.overlap_mode)
-        return mode(ways[len(ways) // 2 :])
-
-    assert steps(20.0, 1, speeds[1]) is OverlapMode.TURNS
-    assert steps(200.0, 8, speeds[8]) is OverlapMode.REST
-    assert steps(1.0, 1, speeds[1]) is OverlapMode.TURNS
-    assert steps(4.0, 8, speeds[8]) is OverlapMode.REST
-    assert steps(0.4, 16, dict.fromkeys(OverlapMode, 1.0)) is OverlapMode.REST  # they are trusted
-    pace.forget()
-    assert steps(0.1, 1, speeds[1]) is OverlapMode.TURNS
-
-
 @pytest.mark.parametrize(
     ("overlap", "followed"),
     [
@@ -134,6 +104,7 @@ async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, f
         zip((OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST), followed, strict=True), 1
     ):
         session.terms.set_overlap_mode(way)
+        session.terms.held_price = 70.0
         assert session.terms.overlap_mode is kept
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
     sink.refresh(session)
@@ -143,7 +114,7 @@ async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, f
 
 
 async def test_a_plan_forbids_a_step_until_the_tree_is_as_deep_as_it_allows_or_its_wait_is_over() -> None:
-    policy, sessions = HoldPolicy(CostModel([(2, 0.01)])), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
+    policy, sessions = HoldPolicy(), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
     assert policy.required_hold(sessions, 1.0) == (None, 0.0)  # before the first commit
     for session in sessions:
         session.subscribe(DraftStream("one", Heartbeat), 1, Calibration())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from outrider.engine.engine import Engine
     from outrider.rpc.tls import Tls
+    from outrider.v1.verifier_pb2 import Control
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
@@ -283,6 +284,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
         ("drafters", OVERLAP_MODES.get(it.overlap_mode, it.overlap_mode)),
+        *_control(it.control),
         ("steps", str(it.steps)),
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),
@@ -294,6 +296,26 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
             f"{times.overhead_us / 1e3:.2f} ms else",
         ),
         ("tasks", str(it.tasks)),
+    ]
+
+
+def _control(it: Control) -> Rows:
+    """What decides what is drafted: see docs/control.md."""
+    return [
+        ("way of working", f"{it.arm}: {printable(it.reason)}"),
+        (
+            "tokens a second",
+            f"{it.tokens_per_s:.1f}; plain decoding {it.plain_tokens_per_s:.1f}, within {it.plain_error:.1%}",
+        ),
+        ("delay budget", f"{it.delay_budget_s * 1e3:.0f} ms"),
+        *(
+            (
+                "compared",
+                f"{one.arm} with {one.usual}: {one.ratio:.2f}"
+                + (f" ({one.low:.2f} to {one.high:.2f})" if one.high else ""),
+            )
+            for one in it.comparisons
+        ),
     ]
 
 

@@ -11,25 +11,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-OVERHEAD_S = 0.0015  # seconds of a step outside the forward pass and the waits
+OVERHEAD_S = 0.0015  # seconds of a step outside the forward pass and the waits, before they are measured
 NEARBY, EVERYWHERE = 0.06, 0.04  # weight of one observation, at its neighbouring points and at all others
+OVERHEAD_MEMORY = 0.99  # weight of the past in the time outside the pass, at each step
+MOST_SESSIONS = 32  # up to which the time outside the pass is assumed to be the same at first
 SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged, because the cost rises in steps
 
 
 class CostModel:
-    """t(n), the seconds that a pass over n tokens takes: measured at start, and updated by every step since."""
+    """t(n), the seconds that a pass over n tokens takes, measured at start; and o(s), the seconds that a step with s
+    sessions takes outside its pass and its waits. Both are updated by every step since."""
 
     def __init__(self, sweep: Sequence[tuple[int, float]]) -> None:
         """`sweep` holds measured pairs of (tokens, seconds), at least one."""
         self._tokens = [tokens for tokens, _ in sorted(sweep)]
         self._measured = [seconds for _, seconds in sorted(sweep)]
+        self._larger = 1.0  # slope above the largest measured size, over the slope just below it
+        self._overhead = _Line(OVERHEAD_S, MOST_SESSIONS)
         self._fit()
 
     def seconds(self, tokens: int) -> float:
         """Return the expected duration of a pass over `tokens` tokens, in seconds; it never falls with more tokens."""
-        if tokens > self._tokens[-1]:
-            return self._table[-1] * tokens / self._tokens[-1]
-        return self._table[tokens]
+        more = tokens - self._tokens[-1]
+        return self._table[tokens] if more <= 0 else self._table[-1] + self._larger * self._slope * more
+
+    def overhead(self, sessions: int) -> float:
+        """Return the expected seconds of a step with so many sessions outside its pass and its waits."""
+        return self._overhead.at(sessions)
+
+    def observe_overhead(self, sessions: int, seconds: float) -> None:
+        """Record the seconds of a step outside its pass and its waits. An outlier counts as at most twice the expected
+        ones."""
+        self._overhead.observe(sessions, min(seconds, 2.0 * max(self.overhead(sessions), OVERHEAD_S)))
 
     def in_tokens(self, decoding: int, read: int) -> float:
         """Return the time that reading `read` prompt tokens adds to a pass, in tokens: those that `decoding` sessions
@@ -42,9 +55,10 @@ class CostModel:
 
         The whole curve follows, because a slower machine is slower at every size; the neighbouring points follow more.
         """
-        if tokens > self._tokens[-1]:
-            return
         error = min(2.0, seconds / self.seconds(tokens)) - 1
+        if tokens > self._tokens[-1]:
+            self._larger *= 1 + error * NEARBY
+            return
         above = bisect_left(self._tokens, tokens)
         for index in range(len(self._measured)):
             self._measured[index] *= 1 + error * (NEARBY if above - 1 <= index <= above else EVERYWHERE)
@@ -58,6 +72,28 @@ class CostModel:
         self._fitted = np.maximum.accumulate(self._measured)
         # Every number of tokens that a step may ask for: a step asks some hundred times.
         self._table: list[float] = np.interp(range(self._tokens[-1] + 1), self._tokens, self._fitted).tolist()
+        span = min(SLOPE_SPAN, self._tokens[-1] - 1)
+        rise = self._table[-1] - self._table[-1 - span] if span else 0.0
+        self._slope = rise / span if rise else self._table[-1] / self._tokens[-1]
+
+
+class _Line:
+    """A straight line through weighted points, of which earlier ones fade: a + c * x by least squares."""
+
+    def __init__(self, level: float, until: float) -> None:
+        """Begin with a level line, as if each end of [0, `until`] had been observed twice."""
+        self._count, self._x, self._xx = 4.0, 2.0 * until, 2.0 * until**2
+        self._y, self._xy = 4.0 * level, 2.0 * until * level
+
+    def observe(self, x: float, y: float) -> None:
+        memory = OVERHEAD_MEMORY
+        self._count, self._x, self._xx = memory * self._count + 1.0, memory * self._x + x, memory * self._xx + x * x
+        self._y, self._xy = memory * self._y + y, memory * self._xy + x * y
+
+    def at(self, x: float) -> float:
+        spread = self._count * self._xx - self._x**2
+        slope = (self._count * self._xy - self._x * self._y) / spread if spread > 1e-6 * self._count**2 else 0.0
+        return max(0.0, self._y / self._count + max(0.0, slope) * (x - self._x / self._count))
 
 
 class VerificationBudget(NamedTuple):
@@ -70,21 +106,20 @@ class VerificationBudget(NamedTuple):
 
 
 def choose_budget(
-    scores: Sequence[float], base: int, certain: float, cost: CostModel, waited: float = 0.0
+    scores: Sequence[float], base: int, certain: float, cost: CostModel, outside: float = OVERHEAD_S
 ) -> VerificationBudget:
-    """Choose n to maximise (certain + scores[:n].sum()) / (t(base + n) + overhead + waited).
+    """Choose n to maximise (certain + scores[:n].sum()) / (t(base + n) + outside).
 
     `scores` are the path scores of all candidate nodes over all sessions, best first. `base` is the number of tokens
     that the pass holds in any case. `certain` is the number of tokens that it commits in any case, one per session,
-    plus its other work in tokens. `waited` are the seconds since the step before ended: they are part of the step's
-    cost, so a step that waited longer should take more nodes.
+    plus its other work in tokens. `outside` are the step's seconds outside the pass: its overhead, and the wait since
+    the step before ended. They are part of the step's cost, so a step that waited longer should take more nodes.
     """
-    overhead = OVERHEAD_S + waited
-    best = VerificationBudget(0, float(certain), cost.seconds(base) + overhead, 1.0)
+    best = VerificationBudget(0, float(certain), cost.seconds(base) + outside, 1.0)
     expected = float(certain)
     for count, score in enumerate(scores, 1):
         expected += score
-        seconds = cost.seconds(base + count) + overhead
+        seconds = cost.seconds(base + count) + outside
         if expected * best.seconds > best.expected * seconds:
             best = VerificationBudget(count, expected, seconds, score)
     here = base + best.nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.core.control.overlap import OverlapMode, Speed
+from outrider.core.control.overlap import OverlapMode
 from outrider.core.session.contract import Overlap, Plan, SentTerms
 
 RESTING_PRICE = 1.0  # no node is better than certain
@@ -20,13 +20,7 @@ class DraftingTerms:
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.committed_at = 0.0  # when the last commit went out, of the monotonic clock; 0: none has
         self._drawn = drawn
-        self._speed = Speed()  # tokens per second
-
-    def on_commit(self, tokens: int, now: float) -> None:
-        """Notes a commit of so many tokens."""
-        if self.committed_at:
-            self._speed.observe(tokens, now - self.committed_at)
-        self.committed_at = now
+        self.held_price = 0.0  # tokens that a second of holding a step is worth, for this session's part
 
     def estimates(self) -> dict[str, Any]:
         """Return the terms and what they follow from."""
@@ -34,7 +28,7 @@ class DraftingTerms:
             "depth": self.plan.depth,
             "overlap_mode": self.overlap_mode.value,
             "verified_price": self.verified_price,
-            "tokens_per_s": self._speed.per_second,
+            "held_price_tokens_per_s": self.held_price,
         }
 
     def set_overlap_mode(self, mode: OverlapMode) -> None:
@@ -77,7 +71,7 @@ class DraftingTerms:
     @property
     def time_price(self) -> float:
         """Tokens that a second is worth while the step is held back for drafters; 0 when no step waits for them."""
-        return 0.0 if self.ahead or self.rounds else self._speed.per_second
+        return 0.0 if self.ahead or self.rounds else self.held_price
 
     @property
     def sent(self) -> SentTerms:

@@ -19,8 +19,6 @@ EMA_WEIGHT = 0.1  # weight of one step in an average
 DWELL_S = 1.0  # seconds between two plans at least
 SLACK = 0.1  # share by which the chosen depth may be slower than the best one, because the depth is a ceiling
 MIN_STEPS = 12  # steps under a plan before the plan may change
-USELESS_S = 3.0  # seconds for which the verifier lets drafters rest before the session releases them
-AWAY_S = (10.0, 80.0)  # seconds without speculation before the next trial: at first, and at most
 WIDTH_SHARE = 0.98  # share of committed nodes that a plan's width must contain
 SHOWN_DEPTHS = 8  # depths whose acceptance estimates() returns
 MIN_PRIOR_STEPS = 64  # steps of other sessions from which on a new session starts with a depth from their averages
@@ -58,9 +56,6 @@ class AcceptancePriors:
     level: Average = field(default_factory=Average)  # for each further level
     step: Average = field(default_factory=Average)  # from commit to commit, without holds
     hidden: Average = field(default_factory=Average)  # drafting time that does not hold a step back
-    useless: bool = False  # whether the verifier lets drafters rest because they do not pay
-    quiet: float = 0.0  # seconds of steps since `useless` was set, or since the last trial, over all sessions
-    away: float = AWAY_S[0]  # seconds of `quiet` until the next trial
 
     def observe(self, report: StepReport) -> None:
         """Add a step that verified at least one node."""
@@ -76,7 +71,6 @@ class AcceptancePriors:
         return {
             "steps": self.counts.steps,
             "reach": Acceptance(self.counts).reach(SHOWN_DEPTHS),
-            "useless": self.useless,
             **{f"{name}_s": average.mean for name, average in self.times().items()},
         }
 
@@ -84,9 +78,8 @@ class AcceptancePriors:
 class Goodput:
     """Maximises the expected tokens per second of the sessions that share a verifier's steps.
 
-    The policy sets a depth; within it the verifier decides in each step which nodes and waits pay. Where the verifier
-    lets the drafters rest because steps are faster without them, the session releases the drafters to other sessions
-    and tries them again later.
+    The policy sets a depth, from what is the session's own. The verifier decides whether it is drafted for at all, and
+    within the depth which nodes and waits pay (docs/control.md).
     """
 
     def __init__(self, ceilings: Plan, priors: AcceptancePriors | None = None) -> None:
@@ -98,33 +91,20 @@ class Goodput:
         self._others = Average()  # tokens that a step commits for all other sessions
         self._seconds = 0.0  # since the plan changed
         self._steps = 0  # since the plan changed
-        self._resting = 0.0  # seconds for which drafters have rested without a break
         self._plan = replace(ceilings, version=1)
-        if self._priors.useless:
-            self._plan = self._plan_with(0)
-        elif self._priors.counts.steps >= MIN_PRIOR_STEPS:
+        if self._priors.counts.steps >= MIN_PRIOR_STEPS:
             self._plan = self._plan_with(self._wanted())
 
     def observe(self, report: StepReport) -> None:
         """Add one step, and change the plan where that pays."""
-        if not report.elapsed_us:
-            return  # the time of the first token is that of the prompt
+        if not report.elapsed_us or report.resting:
+            return  # the time of the first token is that of the prompt, and a plain step shows nothing of drafters
         seconds = report.elapsed_us * 1e-6
         self._seconds += seconds
         self._steps += 1
         self._learn(report, seconds)
-        if not self._plan.depth:
-            self._wait_for_trial(seconds)
-            return
-        self._resting = self._resting + seconds if report.resting else 0.0
         if self._seconds < DWELL_S or self._steps < MIN_STEPS:
             return
-        if self._resting >= USELESS_S:
-            self._priors.useless, self._priors.quiet = True, 0.0
-            self._change(0)
-            return
-        if self._seconds >= USELESS_S and not self._resting:
-            self._priors.useless, self._priors.away = False, AWAY_S[0]
         wanted = self._wanted()
         if abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 3):
             self._change(wanted)
@@ -141,20 +121,7 @@ class Goodput:
             "reach": self._acceptance.reach(SHOWN_DEPTHS),
             "tokens_per_step": self._own.mean,
             "others_tokens_per_step": self._others.mean,
-            "resting_s": self._resting,
         }
-
-    def _wait_for_trial(self, seconds: float) -> None:
-        """Count time without drafters, and begin a trial when one is due. One session at a time does a trial."""
-        priors = self._priors
-        priors.quiet += seconds
-        if priors.useless and priors.quiet < priors.away:
-            return
-        if priors.useless:
-            priors.quiet, priors.away = 0.0, min(2 * priors.away, AWAY_S[1])
-        elif self._seconds < DWELL_S:
-            return
-        self._change(self._wanted())
 
     def _learn(self, report: StepReport, seconds: float) -> None:
         priors = self._priors
@@ -192,13 +159,11 @@ class Goodput:
         )
 
     def _change(self, depth: int) -> None:
-        self._seconds, self._steps, self._resting = 0.0, 0, 0.0
+        self._seconds, self._steps = 0.0, 0
         self._plan = self._plan_with(depth)
 
     def _plan_with(self, depth: int) -> Plan:
         top, priors, version = self._ceilings, self._priors, self._plan.version + 1
-        if not depth:
-            return replace(top, version=version, depth=0, width=0, nodes=0, wait_us=0)
         width = min(top.width, self._acceptance.width(WIDTH_SHARE))
         longest = 2 * priors.first.mean + depth * priors.level.mean + 4 * priors.first.spread
         wait_us = min(top.wait_us, int(longest * 1e6)) if priors.first.mean else top.wait_us

@@ -2,29 +2,110 @@
 
 A tier pays if one of its passes over a tree takes less time than it saves the tier above (docs/drafters.md, "Tiers").
 That depends on machines, models and texts, so it is measured: at first all tiers draft, then every other set of tiers
-has a trial.
+has a trial. Times are in seconds, speeds in tokens per second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
-from outrider.core.control.overlap import ArmSelector
+from outrider.core.stats import FadingRatio
 
 Tiers = frozenset[int]
+MEMORY = 0.95  # weight of the past at each window
 ALL_SETS = 3  # up to this many tiers every set is tried; beyond, all tiers, all but one, and single tiers
 
 
-class TierSelector(ArmSelector[Tiers]):
-    """Selects among sets of tiers. An observation is a time window of a generation, not a step."""
+class Speed(FadingRatio):
+    """Tokens per second over some tens of the latest windows."""
 
-    PROOF = (1, 4)
-    SETTLING = 0  # the caller leaves out the time after a change
+    __slots__ = ("windows",)
 
-    def name(self, arm: Tiers) -> str:
+    def __init__(self) -> None:
+        super().__init__(MEMORY)
+        self.windows = 0
+
+    def observe(self, hits: float, attempts: float = 1.0) -> None:
+        """Add a window: its tokens, and its seconds."""
+        self.windows += 1
+        super().observe(hits, attempts)
+
+
+class TierSelector:
+    """A bandit: measures the speed of a generation under each of several sets of tiers, its arms. The fastest is kept;
+    the others are tried again for a small share of the time. An observation is a time window, not a step."""
+
+    PROOF = (1, 4)  # windows of a trial: at least, and at most
+    CLEAR = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
+    ENOUGH = 400  # work since the change, for example tokens, from which the smaller number of windows suffices
+    LOSS = 0.01  # share of the time that trials of one arm may cost
+    APART = 5.0  # time between two trials of an arm at least, in multiples of a trial's duration
+
+    def __init__(self, arms: Iterable[Tiers], first: Tiers) -> None:
+        self.arm = first  # the arm to use now
+        self._kept = first
+        self._speeds = {arm: Speed() for arm in arms}
+        self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
+        self._begin()
+
+    def observe(self, done: float, seconds: float) -> None:
+        """Record a window of `seconds` in which `done` tokens were committed. May change the arm."""
+        self._done += done
+        self._seconds += seconds
+        self._windows += 1
+        self._speeds[self.arm].observe(done, seconds)
+        for arm in self._due:
+            self._due[arm] -= seconds
+        least, most = self.PROOF
+        if self._windows >= most or (self._windows >= least and (self._clear or self._done >= self.ENOUGH)):
+            self._select_arm()
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the arm in use, and for each arm its measured speed and when it is tried again."""
+        return {
+            "arm": self.name(self.arm),
+            "arms": {
+                self.name(arm): {
+                    "per_s": speed.ratio,
+                    "windows": speed.windows,
+                    "trial_in_s": max(0.0, self._due[arm]),
+                }
+                for arm, speed in tuple(self._speeds.items())
+            },
+        }
+
+    @staticmethod
+    def name(arm: Tiers) -> str:
         """Return the tiers' numbers, for people."""
         return "+".join(map(str, sorted(arm)))
+
+    @property
+    def _clear(self) -> bool:
+        speeds = sorted(self._speeds[arm].ratio for arm in (self.arm, self._kept))
+        return speeds[1] > self.CLEAR * speeds[0]
+
+    def _select_arm(self) -> None:
+        if self.arm == self._kept:
+            due = [arm for arm in self._due if arm != self.arm and self._due[arm] <= 0.0]
+            if due:
+                self._speeds[due[0]] = Speed()
+                self._follow(due[0])
+            return
+        loser, winner = sorted((self.arm, self._kept), key=lambda arm: self._speeds[arm].ratio)
+        usual = self._speeds[self._kept].ratio
+        lost = self._seconds - self._done / usual if usual else 0.0
+        self._due[loser] = max(lost / self.LOSS, self.APART * self._seconds)
+        self._kept = winner
+        self._follow(winner)
+
+    def _follow(self, arm: Tiers) -> None:
+        self.arm = arm
+        self._begin()
+
+    def _begin(self) -> None:
+        self._windows, self._done, self._seconds = 0, 0.0, 0.0  # since the last change
 
 
 class TierSwitch:

@@ -14,17 +14,38 @@ from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.goodput import AcceptancePriors, Goodput
+from outrider.core.control.governor import Governor
 from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.plain_pace import PlainPace
 from outrider.core.control.policies import POLICIES
+from outrider.core.control.steering import SessionTokens, Steering
 from outrider.core.control.tier_selection import TierSwitch
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.session.contract import Plan, StepReport
+from tests.core.control.plant import SteeredSession
 
 CEILINGS = Plan(depth=8, width=4, nodes=24, wait_us=20_000)
 UNITS = ("_s", "_tokens", "_per_s", "_per_step", "_steps")
-COUNTS = {"steps", "sessions", "open_sessions", "depth", "wanted_depth", "reach"}  # numbers, levels, probabilities
-SHARES = {"claimed", "factor", "verified_price"}  # probabilities and their ratios
+COUNTS = {
+    "steps",
+    "windows",
+    "switches",
+    "pairs",
+    "sessions",
+    "open_sessions",
+    "depth",
+    "wanted_depth",
+    "reach",
+}  # numbers, levels, probabilities
+SHARES = {
+    "claimed",
+    "factor",
+    "verified_price",
+    "ratio",
+    "low",
+    "high",
+    "relative_error",
+}  # probabilities and their ratios
 
 
 def numbers(value: Any, name: str = "") -> Iterator[str]:
@@ -61,13 +82,15 @@ def observed() -> dict[str, Any]:
     for step in range(40):
         goodput.observe(report(step % 4))
     cost = CostModel([(1, 0.01), (32, 0.02)])
-    hold = HoldPolicy(cost)
+    hold, steering = HoldPolicy(), Steering(Governor(PlainPace(cost.points())), cost)
     arrivals = Arrivals(hold.patterns(greedy=True))
-    session: Any = type("Session", (), {"greedy": True, "representative": True})()
+    session = SteeredSession(DraftingTerms(CEILINGS, drawn=False), greedy=True)
+    steering.on_opened([session])
     for step in range(60):
         arrivals.restart(step * 0.1, 1.0)
         arrivals.arrived(step * 0.1 + 0.01, 1.5, passing=False)
-        hold.learn([session], [(session, 3)], 0, 0.1)
+        tokens = 1 if session.terms.resting else 3
+        steering.on_step([session], [SessionTokens(session, tokens, tokens)], 0, 0.01 if tokens == 1 else 0.02)
     tiers = TierSwitch()
     both = frozenset({0, 1})
     for _ in range(9):
@@ -75,8 +98,7 @@ def observed() -> dict[str, Any]:
     credit = CreditTracker()
     credit.observe((DrafterCredit("a", 4, 2, 2), DrafterCredit("b", 4, 1, 0)))
     terms = DraftingTerms(CEILINGS, drawn=False)
-    terms.on_commit(3, 1.0)
-    terms.on_commit(3, 1.5)
+    terms.held_price = 6.0
     gate = TrialGate()
     gate.observe(0.5, 0.1)
     calibration = Calibration()
@@ -88,7 +110,8 @@ def observed() -> dict[str, Any]:
 def test_every_number_has_a_unit_in_its_name_or_is_a_count_or_a_share() -> None:
     made = observed()
     shown = {
-        name: made[name].estimates() for name in ("priors", "goodput", "hold", "tiers", "terms", "gate", "calibration")
+        name: made[name].estimates()
+        for name in ("priors", "goodput", "hold", "steering", "tiers", "terms", "gate", "calibration")
     }
     assert json.loads(json.dumps(shown)) == shown
     names = set(numbers(shown)) - COUNTS - SHARES - {"per_s", "present"}
@@ -105,16 +128,15 @@ def test_what_is_shown_is_what_decides() -> None:
     assert shown["steps"] == 40
     assert shown["reach"] == sorted(shown["reach"], reverse=True)
     hold = made["hold"].estimates()
-    assert hold["overlap_mode"] == made["hold"].overlap_mode.value
-    assert hold["arrivals"]["greedy"]["fresh"][0] == pytest.approx({"delay_s": 0.01, "gain_tokens": 0.5})
-    (modes,) = hold["overlap_modes"]
-    assert (modes["sessions"], modes["kind"]) == (1, "greedy")
-    assert set(modes["arms"]) == {mode.value for mode in OverlapMode}
-    assert modes["arms"]["turns"]["per_s"] == pytest.approx(30.0)
+    assert hold["greedy"]["fresh"][0] == pytest.approx({"delay_s": 0.01, "gain_tokens": 0.5})
+    steering = made["steering"].estimates()
+    assert steering["arm"] == str(made["steering"].governor.arm)
+    (load,) = steering["loads"]
+    assert (load["sessions"], load["kind"], load["usual"]) == (1, "greedy", "turns")
     (tiers,) = made["tiers"].estimates()
     assert (tiers["present"], set(tiers["arms"])) == ([0, 1], {"0", "1", "0+1"})
     assert made["credit"].estimates() == {"a": 2.0, "b": 0.0}
-    assert made["terms"].estimates()["tokens_per_s"] == pytest.approx(6.0)
+    assert made["terms"].estimates()["held_price_tokens_per_s"] == 6.0
     assert made["gate"].estimates()["gain_tokens"] == 0.5
     first, *others = made["calibration"].estimates()
     assert first["factor"] < 0.1

@@ -18,7 +18,7 @@ async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -
 
     async def share(name: str, priors: AcceptancePriors) -> None:
         names.append(name)
-        priors.useless = True
+        priors.first.observe(0.25)
         if len(names) == 1:
             raise Unavailable("no Redis")
 
@@ -31,7 +31,7 @@ async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -
     async with asyncio.timeout(5):
         while len(names) < 2:
             await asyncio.sleep(0.01)
-    assert hot.useless  # what was read is in the very entry that sessions hold
+    assert hot.first.mean == 0.25  # what was read is in the very entry that sessions hold
     assert names[0] == f"{MODEL.name}:drafter:hot"
     drafters.append("mid")
     assert book.priors(MODEL, HOT) is not hot

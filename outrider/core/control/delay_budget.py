@@ -1,0 +1,39 @@
+"""A bound on what speculation may cost: seconds of delay, spent by steps that are slower than plain decoding.
+
+See docs/control.md, "The bound".
+"""
+
+from __future__ import annotations
+
+CAPACITY_S = 0.1  # seconds of delay that a full budget allows at once
+REFILL = 0.006  # seconds of delay that come back with each second
+
+
+class DelayBudget:
+    """A leaky bucket of seconds. A step that is slower than plain decoding takes its delay out of the bucket; a step
+    that is faster puts its gain back, but never above the brim, so that an earlier gain does not pay for a later loss.
+
+    While steps that may be delayed begin only when the bucket is not empty, the steps of any window of T seconds are
+    delayed by at most CAPACITY_S + REFILL * T in sum, plus the delay of the step that emptied it: for 10 seconds that
+    is 1.6 %, plus one step.
+    """
+
+    def __init__(self, capacity_s: float = CAPACITY_S, refill: float = REFILL) -> None:
+        self.capacity_s = capacity_s
+        self.level_s = capacity_s  # seconds of delay left; below 0 by what the last step overdrew
+        self._refill = refill
+
+    def spend(self, seconds: float, delay: float) -> None:
+        """Record a step that took `seconds`, which is `delay` seconds more (or, if negative, less) than plain decoding
+        would have taken for the same work."""
+        self.level_s = min(self.capacity_s, self.level_s + self._refill * seconds - delay)
+
+    @property
+    def empty(self) -> bool:
+        """Whether only plain decoding is allowed."""
+        return self.level_s <= 0.0
+
+    @property
+    def recovered(self) -> bool:
+        """Whether, after it was empty, half of the budget is back."""
+        return self.level_s >= self.capacity_s / 2

@@ -1,0 +1,433 @@
+"""Decides how a verifier and its drafters work together: in which overlap mode, and for which share of the sessions.
+
+One objective, tokens per second of the verifier; one measure, the seconds that plain decoding would have taken for what
+a step did; one bound, the delay budget. See docs/control.md. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from outrider.core.control.delay_budget import DelayBudget
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.paired_trial import Difference, PairedTrial
+from outrider.core.control.plain_pace import PlainPace, StepWork
+from outrider.core.stats import FadingRatio
+
+DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
+MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # in which drafters draft
+MARGIN = math.log(1.01)  # by which an arm must be faster than plain decoding to take its place, and to keep it
+HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
+MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
+REST_S = 4.0  # from a change of the usual arm to the trial of another mode; twice as long to that of plain decoding
+SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
+STARTING = 12  # the same where drafters begin, because they read the text first
+WAIT_S = 2.0  # longest wait for the drafters of a challenger
+LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
+GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
+SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
+LOSS = 0.005  # share of the time that trials may cost
+APART = 10.0  # time from a trial to the next one of the same arm at least, in multiples of its duration
+RETRY_S = (4.0, 120.0)  # the same in seconds: after the first defeat, doubled by each further one, and at most
+
+
+class Load(NamedTuple):
+    """What arms are compared for separately."""
+
+    size: int  # the rounded log2 of the number of open sessions
+    greedy: bool  # whether there is a single session, which is greedy
+    representative: bool  # whether some session is representative, so that these alone count
+
+    @property
+    def sessions(self) -> int:
+        """The number of sessions that the size stands for."""
+        return 1 << self.size
+
+
+class Arm(NamedTuple):
+    """A way of working."""
+
+    mode: OverlapMode
+    denominator: int  # one of so many sessions is drafted for; 0: none is
+
+    def drafted(self, sessions: int) -> int:
+        """Return how many of so many sessions are drafted for, rounded up."""
+        return -(-sessions // self.denominator) if self.denominator else 0
+
+    def __str__(self) -> str:
+        return self.mode.value if self.denominator < 2 else f"{self.mode.value} 1/{self.denominator}"
+
+
+PLAIN = Arm(OverlapMode.REST, 0)
+
+
+class StepOutcome(NamedTuple):
+    """A step, as the governor needs it."""
+
+    work: StepWork
+    expected: float  # tokens that it was expected to commit, over all sessions
+    seconds: float  # since the commits of the step before
+    eligible: int  # open sessions that may be drafted for
+    drafting: int  # those that have a drafter and should have one
+
+
+class Governor:
+    """Chooses the arm for each step of a verifier."""
+
+    def __init__(self, pace: PlainPace, budget: DelayBudget | None = None) -> None:
+        self.pace = pace
+        self.budget = budget or DelayBudget()
+        self.arm = PLAIN  # in force for the next step
+        self.limited = False  # the delay budget was empty, and has not recovered: plain decoding only
+        self.switches = 0  # changes of the usual arm
+        self._loads: dict[Load, LoadGovernor] = {}
+        self._present: LoadGovernor | None = None
+        self._settling = 0  # steps until blocks count again
+        self._lingering = 0  # steps until drafters that were at work are surely still
+        self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
+
+    def begin(self, load: Load) -> None:
+        """Choose the arm for the first step of a verifier that was idle."""
+        self._follow(self._governor_of(load))
+
+    def observe(self, load: Load, step: StepOutcome) -> None:
+        """Record a step under the arm in force, and choose the arm of the next one."""
+        governor, arm = self._governor_of(load), self.arm
+        if governor is not self._present:
+            self._follow(governor)
+        settled = not self._settling
+        self._settling = max(0, self._settling - 1)
+        self._lingering = SETTLING if arm != PLAIN and step.eligible else max(0, self._lingering - 1)
+        plain = not self._lingering
+        work = self._lucky(arm, step)
+        self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
+        self.pace.observe(step.work, step.seconds, plain=plain and settled)
+        self.limited = self.budget.empty or (self.limited and not self.budget.recovered)
+        if not step.eligible:
+            return
+        usual = governor.usual
+        governor.record(arm, self.pace.seconds(work), step.seconds)
+        if self.limited:
+            governor.limit(self.budget)
+        else:
+            governor.observe(arm, step, self.pace.seconds(work), settled=settled)
+        self.switches += governor.usual != usual
+        self._follow(governor)
+
+    def _lucky(self, arm: Arm, step: StepOutcome) -> StepWork:
+        """Return the work of a step, with the tokens that it was expected to commit instead of those that it did.
+
+        What a step commits is random, and would hide what an arm is worth. The expectation, that of the tree's
+        calibrated scores, is corrected by how much steps under the arm have committed in relation to it.
+        """
+        luck = self._luck.setdefault(arm, FadingRatio(LUCK_MEMORY, hits=LUCK_PRIOR, attempts=LUCK_PRIOR))
+        luck.observe(step.work.tokens, step.expected)
+        return step.work._replace(tokens=step.expected * luck.ratio)
+
+    def reconsider(self) -> None:
+        """Try soon what has lost before, because there are other drafters now."""
+        for governor in self._loads.values():
+            governor.reconsider()
+
+    def rates(self, sessions: int) -> tuple[float, float]:
+        """Return the tokens per second of so many sessions: plain, and in the best arm that drafts; 0 where none has
+        been in force."""
+        if self._present is None or (best := self._present.best_speedup) is None:
+            return 0.0, 0.0
+        plain = sessions / self.pace.seconds(StepWork(sessions, 0, sessions))
+        return plain, plain * best
+
+    @property
+    def reason(self) -> str:
+        """Why the arm is in force, for people."""
+        if self._present is None:
+            return "no step was taken yet"
+        if self.limited:
+            return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
+        return self._present.reason
+
+    def compared(self) -> list[tuple[Arm, Arm, Difference]]:
+        """Return what was compared under the present load: the usual arm of then, the other one, and by how much that
+        was faster."""
+        return [] if self._present is None else self._present.compared()
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the arm in force, the delay that is left, and what is known of all arms."""
+        return {
+            "arm": str(self.arm),
+            "reason": self.reason,
+            "delay_budget_s": self.budget.level_s,
+            "limited": self.limited,
+            "switches": self.switches,
+            "plain": self.pace.estimates(),
+            "loads": [governor.estimates() for governor in tuple(self._loads.values())],
+        }
+
+    def _follow(self, governor: LoadGovernor) -> None:
+        arm, changed = governor.arm, governor is not self._present
+        if changed and self._present is not None:
+            self._present.pause()
+        if changed or arm != self.arm:
+            self._settling = STARTING if self.arm == PLAIN and governor.starting else SETTLING
+        self._present, self.arm = governor, arm
+
+    def _governor_of(self, load: Load) -> LoadGovernor:
+        """Return the governor of a load. A new one tries first what is usual for the nearest number of sessions."""
+        if load not in self._loads:
+            alike = [known for known in self._loads if known.representative >= load.representative]
+            nearest = min(alike, key=lambda known: abs(known.size - load.size), default=None)
+            hint = None if nearest is None else self._loads[nearest].usual
+            self._loads[load] = LoadGovernor(load, hint)
+        return self._loads[load]
+
+
+class LoadGovernor:
+    """Compares arms with the usual one under one load, and keeps the fastest."""
+
+    def __init__(self, load: Load, hint: Arm | None = None) -> None:
+        """`hint`: an arm to try first. A single session begins in turns with its drafters, because that nearly always
+        pays; several sessions begin with plain decoding."""
+        self._load = load
+        self._shares = [*_distinct(load.sessions)]
+        if hint is not None and hint != PLAIN:
+            hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
+        elif not load.size:
+            hint = Arm(OverlapMode.TURNS, 1)
+        self.usual = PLAIN if load.size or hint is None else hint
+        self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
+        self._trial: _Running | None = None
+        self._now = 0.0  # seconds of all steps under the load
+        self._next = 0.0  # when a trial may be due
+        self._forgiven = False  # a challenger has emptied the budget, not the usual arm
+        self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
+        if self.usual == PLAIN and hint is not None and hint != PLAIN:
+            self._record(hint).due = -RETRY_S[0]  # before all others
+
+    @property
+    def arm(self) -> Arm:
+        """The arm for the next step."""
+        trial = self._trial
+        return trial.challenger if trial is not None and trial.pairs.challenged else self.usual
+
+    @property
+    def reason(self) -> str:
+        """Why the arm is in force, for people."""
+        if self._trial is not None:
+            return f"{self._trial.challenger} has a trial against {self.usual}"
+        judged = {challenger: record.difference for usual, challenger, record in self._judged() if usual == self.usual}
+        if not judged:
+            return "nothing else was compared with it yet"
+        best = max(judged, key=lambda arm: judged[arm].mean)
+        return f"the next best is {best}, whose speed over it was {judged[best]}"
+
+    @property
+    def starting(self) -> bool:
+        """Whether the drafters of the arm may have to read texts first."""
+        return self._trial is None or self._trial.pairs.blocks < 2
+
+    @property
+    def best_speedup(self) -> float | None:
+        """Speed over plain decoding of the best arm that drafts, lately; None if none has been in force."""
+        return max((speed.ratio for arm, speed in self._speeds.items() if arm != PLAIN), default=None)
+
+    def observe(self, arm: Arm, step: StepOutcome, plain_seconds: float, *, settled: bool) -> None:
+        """Record a step under `arm`. Plain decoding would have taken `plain_seconds` for its work."""
+        if self._trial is None:
+            self._begin_trial(step)
+            return
+        trial = self._trial
+        challenged = arm == trial.challenger
+        trial.spend(plain_seconds, step.seconds, challenged=challenged)
+        if step.drafting < arm.drafted(step.eligible):
+            trial.waited += step.seconds
+            if trial.waited < WAIT_S:
+                return
+            if not step.drafting:
+                self._defeat(trial)
+                return
+        if (
+            settled
+            and trial.pairs.challenged is challenged
+            and trial.pairs.observe(plain_seconds, step.work.tokens, step.seconds)
+        ):
+            self._decide(trial)
+
+    def record(self, arm: Arm, plain_seconds: float, seconds: float) -> None:
+        """Record a step for the speed of its arm, with all that settling and reading cost."""
+        self._speeds.setdefault(arm, FadingRatio(SPEED_MEMORY)).observe(plain_seconds, seconds)
+        self._now += seconds
+
+    def limit(self, budget: DelayBudget) -> None:
+        """Return to plain decoding, because the delay budget is empty. Where a challenger has emptied it, return to the
+        usual arm, and only if that one loses more, to plain decoding."""
+        if self._trial is not None:
+            self._forgiven = self.arm != self.usual
+            self._defeat(self._trial)
+        if not budget.empty:
+            self._forgiven = False
+        elif self.usual != PLAIN and not (self._forgiven and budget.level_s > -GRACE * budget.capacity_s):
+            stopped, self.usual = self.usual, PLAIN
+            self._record(stopped).due = self._next = self._now
+
+    def pause(self) -> None:
+        """Leave an incomplete pair out, because the load has changed."""
+        if self._trial is not None:
+            self._trial.pairs.restart_pair()
+
+    def reconsider(self) -> None:
+        """Try all arms again soon."""
+        self._next = 0.0
+        for record in self._records.values():
+            record.due, record.interval = min(record.due, self._now + RETRY_S[0]), RETRY_S[0]
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the usual arm, the running trial, and all comparisons."""
+        trial = self._trial
+        return {
+            "sessions": self._load.sessions,
+            "kind": "greedy" if self._load.greedy else "sampled",
+            "representative": self._load.representative,
+            "usual": str(self.usual),
+            "trial": None if trial is None else str(trial.challenger),
+            "speeds": [{"arm": str(arm), "ratio": speed.ratio} for arm, speed in tuple(self._speeds.items())],
+            "compared": [
+                {
+                    "usual": str(usual),
+                    "arm": str(arm),
+                    "due_s": max(0.0, record.due - self._now),
+                    **record.difference.estimates(),
+                }
+                for usual, arm, record in self._judged()
+            ],
+        }
+
+    def compared(self) -> list[tuple[Arm, Arm, Difference]]:
+        """See `Governor.compared`."""
+        return [(usual, arm, record.difference) for usual, arm, record in self._judged()]
+
+    def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
+        return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
+
+    def _begin_trial(self, step: StepOutcome) -> None:
+        """Begin the trial that has been due for longest, if there is one."""
+        if not step.eligible or (self.usual != PLAIN and not step.drafting):
+            return  # there is nobody to draft for, or no drafter has come yet
+        if self._now < self._next:
+            return
+        records = {arm: self._record(arm) for arm in self._candidates()}
+        arm = min(records, key=lambda arm: records[arm].due)
+        self._next = records[arm].due
+        if self._next <= self._now:
+            self._trial = _Running(arm, PairedTrial(records[arm].difference))
+
+    def _candidates(self) -> Iterator[Arm]:
+        """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""
+        if self.usual == PLAIN:
+            for mode in MODES:
+                yield from self._climb(mode, self._shares)
+            yield from (arm for usual, arm in tuple(self._records) if usual == PLAIN)
+            return
+        yield PLAIN
+        rung = self._shares.index(self.usual.denominator)
+        yield from self._climb(self.usual.mode, self._shares[rung + 1 :])
+        if rung:
+            yield Arm(self.usual.mode, self._shares[rung - 1])
+        yield from (Arm(mode, self.usual.denominator) for mode in MODES if mode is not self.usual.mode)
+
+    def _climb(self, mode: OverlapMode, shares: Sequence[int]) -> Iterator[Arm]:
+        """Yield shares from the smallest on; a larger one only if those before were tried and did no harm."""
+        for denominator in shares:
+            arm = Arm(mode, denominator)
+            yield arm
+            record = self._records.get((self.usual, arm))
+            if record is None or not record.difference.pairs or record.difference.high < HARMLESS:
+                break
+
+    def _decide(self, trial: _Running) -> None:
+        """End the trial when the pair that is complete has made it clear, or when there were enough of them."""
+        difference = trial.pairs.difference
+        if difference.pairs < MIN_PAIRS:
+            return
+        margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
+        enough = trial.pairs.blocks >= 2 * MAX_PAIRS
+        if difference.low > margin or (enough and trial.challenger == PLAIN and difference.mean > 0.0):
+            self._trial = None
+            beaten, self.usual = self.usual, trial.challenger
+            self._next = self._now
+            record = self._record(beaten)
+            record.difference = difference.reversed()
+            record.defeat(self._now, trial.lost_by_usual, trial.lasted)
+        elif difference.high < margin or enough:
+            self._defeat(trial)
+
+    def _defeat(self, trial: _Running) -> None:
+        self._trial = None
+        self._record(trial.challenger).defeat(self._now, trial.lost, trial.lasted)
+
+    def _record(self, challenger: Arm) -> _Record:
+        """Return the record of a challenger. Only a larger share in the same mode is tried without a pause."""
+        if (self.usual, challenger) not in self._records:
+            climbs = self.usual == PLAIN or (
+                challenger.mode is self.usual.mode and challenger.denominator < self.usual.denominator
+            )
+            rests = 2.0 * REST_S if challenger == PLAIN else REST_S
+            self._records[self.usual, challenger] = _Record(self._now + (0.0 if climbs else rests))
+        return self._records[self.usual, challenger]
+
+
+class _Record:
+    """What is known of a challenger beside a usual arm, and when it is tried again."""
+
+    def __init__(self, due: float) -> None:
+        self.difference = Difference()
+        self.due = due  # when the next trial may begin
+        self.interval = RETRY_S[0]
+
+    def defeat(self, now: float, lost: float, lasted: float) -> None:
+        """Postpone the next trial, after one that lasted and lost so many seconds."""
+        self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
+        self.interval = min(RETRY_S[1], 2.0 * self.interval)
+
+
+class _Running:
+    """A trial that runs."""
+
+    def __init__(self, challenger: Arm, pairs: PairedTrial) -> None:
+        self.challenger = challenger
+        self.pairs = pairs
+        self.waited = 0.0  # seconds, for drafters
+        self._plain = [0.0, 0.0]  # [usual, challenger] seconds that plain decoding would have taken
+        self._took = [0.0, 0.0]  # [usual, challenger] seconds, with those of settling
+
+    def spend(self, plain_seconds: float, seconds: float, *, challenged: bool) -> None:
+        self._plain[challenged] += plain_seconds
+        self._took[challenged] += seconds
+
+    @property
+    def lasted(self) -> float:
+        return sum(self._took)
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the challenger's steps took longer than the usual arm would have taken."""
+        return self._lost(0, 1)
+
+    @property
+    def lost_by_usual(self) -> float:
+        """Seconds that the usual arm's steps took longer than the challenger would have taken."""
+        return self._lost(1, 0)
+
+    def _lost(self, better: int, worse: int) -> float:
+        pace = self._took[better] / self._plain[better] if self._plain[better] else 1.0
+        return max(0.0, self._took[worse] - pace * self._plain[worse])
+
+
+def _distinct(sessions: int) -> Iterator[int]:
+    """Yield the denominators under which different numbers of so many sessions are drafted for."""
+    for denominator, larger in pairwise(DENOMINATORS):
+        if -(-sessions // denominator) != -(-sessions // larger):
+            yield denominator
+    yield DENOMINATORS[-1]

@@ -1,0 +1,48 @@
+"""What a step costs: inside the pass by its rows, outside by its sessions, of any size."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.core.control.budget import OVERHEAD_S, CostModel
+
+SWEEP = [(1, 0.010), (8, 0.011), (64, 0.067)]  # a millisecond for each row above eight
+
+
+def test_a_pass_that_is_larger_than_all_that_were_measured_goes_on_with_the_last_slope() -> None:
+    cost = CostModel(SWEEP)
+    assert cost.seconds(64) == pytest.approx(0.067)
+    assert cost.seconds(128) == pytest.approx(0.131)
+    assert CostModel([(1, 0.01), (64, 0.01)]).seconds(128) > 0.01  # never free
+
+
+def test_larger_passes_are_learned_from_and_leave_the_others_alone() -> None:
+    cost = CostModel(SWEEP)
+    for _ in range(200):
+        cost.observe(320, 0.067 + 0.0005 * 256)
+    assert cost.seconds(320) == pytest.approx(0.195, rel=0.02)
+    assert cost.seconds(64) == pytest.approx(0.067)
+
+
+def test_the_time_outside_the_pass_is_fitted_by_sessions() -> None:
+    cost = CostModel(SWEEP)
+    assert cost.overhead(1) == cost.overhead(32) == pytest.approx(OVERHEAD_S)
+    for step in range(2000):
+        sessions = (1, 8, 32)[step % 3]
+        cost.observe_overhead(sessions, 0.0004 + 0.0001 * sessions)
+    for sessions in (1, 4, 16, 32, 128):
+        assert cost.overhead(sessions) == pytest.approx(0.0004 + 0.0001 * sessions, rel=0.02)
+
+
+def test_a_stall_outside_the_pass_counts_as_twice_what_was_expected() -> None:
+    cost = CostModel(SWEEP)
+    cost.observe_overhead(1, 60.0)
+    assert cost.overhead(1) < 2 * OVERHEAD_S
+
+
+def test_steps_of_one_size_show_its_level_and_no_slope() -> None:
+    cost = CostModel(SWEEP)
+    for _ in range(2000):
+        cost.observe_overhead(8, 0.003)
+    assert cost.overhead(8) == pytest.approx(0.003, rel=0.01)
+    assert 0.0 <= cost.overhead(1) <= cost.overhead(64) < 0.006

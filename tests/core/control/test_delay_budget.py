@@ -1,0 +1,47 @@
+"""The budget of delay bounds what speculation may cost, whatever steps take."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.core.control.delay_budget import CAPACITY_S, REFILL, DelayBudget
+
+STEP_S = 0.1
+times = st.floats(0.001, STEP_S)
+
+
+@given(st.lists(st.tuples(times, st.floats(-1.0, 1.0)), max_size=400), st.floats(1.0, 10.0))
+def test_no_window_loses_more_than_the_budget_and_one_step(steps: list[tuple[float, float]], span: float) -> None:
+    """The adversary chooses the time of each step, and its delay as a share of it; speculation stops when the budget is
+    empty."""
+    budget, delays = DelayBudget(), []
+    for seconds, share in steps:
+        delay = 0.0 if budget.empty else share * seconds
+        budget.spend(seconds, delay)
+        delays.append((seconds, delay))
+    for first in range(len(delays)):
+        passed = lost = 0.0
+        for seconds, delay in delays[first:]:
+            passed, lost = passed + seconds, lost + delay
+            if passed > span:
+                break
+            assert lost <= CAPACITY_S + REFILL * passed + STEP_S + 1e-9
+
+
+@given(st.lists(times, min_size=1, max_size=50))
+def test_a_gain_is_worth_nothing_later(gains: list[float]) -> None:
+    budget = DelayBudget()
+    for seconds in gains:
+        budget.spend(seconds, -seconds)
+    assert budget.level_s == CAPACITY_S
+
+
+def test_an_empty_budget_recovers_with_time() -> None:
+    budget = DelayBudget(capacity_s=0.1, refill=0.01)
+    budget.spend(1.0, 0.11)
+    assert (budget.empty, budget.recovered) == (True, False)
+    budget.spend(3.0, 0.0)
+    assert (budget.empty, budget.recovered) == (False, False)
+    budget.spend(2.1, 0.0)
+    assert budget.recovered

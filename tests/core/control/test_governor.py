@@ -1,0 +1,90 @@
+"""The governor finds the fastest way of working, and loses next to nothing where none is faster than plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.core.control.governor import PLAIN, Load
+from tests.core.control.plant import Plant, Speedup
+
+CALLERS = [1, 2, 4, 8, 16, 32]
+WORST = 0.965  # 2 % of ten seconds, and what a step or two overdraw
+
+
+def in_proportion(gain: float, **other: float) -> Speedup:
+    """The speedup of all sessions' drafts in turns, or as `ahead`, and of a share of them in proportion."""
+    return lambda arm, _: 1.0 + (other.get(arm.mode.value, gain) if arm.denominator else 0.0) / max(1, arm.denominator)
+
+
+@pytest.mark.parametrize("sessions", CALLERS)
+@pytest.mark.parametrize("gain", [-0.5, -0.2, -0.05])
+def test_no_ten_seconds_lose_more_than_the_bound_where_drafts_do_not_pay(sessions: int, gain: float) -> None:
+    plant = Plant(sessions, in_proportion(gain), seed=sessions).run(90.0)
+    assert plant.worst_window() > WORST
+    assert plant.over_plain() > 0.98
+
+
+@pytest.mark.parametrize("sessions", CALLERS[:-1])
+def test_drafts_that_pay_are_found_within_half_a_minute(sessions: int) -> None:
+    plant = Plant(sessions, in_proportion(1.0, ahead=0.3), seed=sessions).run(60.0)
+    assert plant.over_plain(30.0) > (1.7 if sessions < 16 else 1.4)  # of 2: there a step takes 45 ms
+    assert plant.worst_window() > WORST
+
+
+def test_a_single_session_is_drafted_for_at_once() -> None:
+    plant = Plant(1, in_proportion(1.0, ahead=0.3)).run(10.0)
+    assert plant.over_plain() > 0.9 * Plant(1, in_proportion(1.0, ahead=0.3)).run(60.0).over_plain(10.0)
+
+
+@pytest.mark.parametrize("sessions", [1, 4, 8])
+def test_the_faster_mode_is_found(sessions: int) -> None:
+    plant = Plant(sessions, in_proportion(0.1, ahead=0.8), seed=sessions).run(90.0)
+    assert plant.over_plain(60.0) > 1.6
+
+
+def test_a_share_is_kept_where_more_would_not_pay() -> None:
+    speeds = {8: 1.1, 4: 1.2, 2: 0.8, 1: 0.6}
+    plant = Plant(8, lambda arm, _: speeds[arm.denominator], seed=2).run(90.0)
+    assert plant.over_plain(40.0) > 1.1
+    assert plant.worst_window() > WORST
+
+
+def test_what_stops_paying_is_left_at_once_and_what_begins_to_pay_is_found_again() -> None:
+    plant = Plant(4, lambda arm, now: 1.6 if now < 30.0 or now > 60.0 else 0.6, seed=3).run(40.0)
+    assert plant.over_plain(20.0, 30.0) > 1.4
+    assert plant.over_plain(30.0, 40.0) > WORST
+    plant.run(110.0)
+    assert plant.over_plain(110.0) > 1.4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_machine_that_drifts_does_not_mislead(seed: int) -> None:
+    plant = Plant(8, in_proportion(0.0), seed=seed, drift=0.2).run(60.0)
+    assert plant.worst_window() > WORST - 0.01
+    assert plant.governor.switches < 60.0 / 5.0
+
+
+def test_drafters_that_read_much_are_charged_for_it() -> None:
+    """A second of reading in all, of which the budget allows an eighth at once."""
+    plant = Plant(16, in_proportion(-0.3), seed=1, reading_s=0.06).run(60.0)
+    assert plant.worst_window() > WORST - 0.01
+
+
+def test_a_load_of_which_nothing_is_known_begins_with_what_is_usual_nearby_and_is_judged_by_itself() -> None:
+    plant = Plant(4, in_proportion(1.0, ahead=0.3), seed=1).run(40.0)
+    usual = plant.governor.estimates()["loads"][0]["usual"]
+    assert usual == "turns"
+    governor = plant.governor
+    governor.begin(Load(3, greedy=False, representative=True))
+    assert governor.arm == PLAIN
+    assert governor.estimates()["loads"][-1]["usual"] == str(PLAIN)
+
+
+def test_other_drafters_are_tried_soon() -> None:
+    plant = Plant(8, in_proportion(-0.4), seed=5).run(120.0)
+    before = plant.share_of_time(100.0)
+    plant.speedup = in_proportion(1.0)
+    plant.governor.reconsider()
+    plant.run(60.0)
+    assert before > 0.8
+    assert plant.over_plain(150.0) > 1.4

@@ -1,0 +1,75 @@
+"""Paired blocks show a difference that is smaller than the machine's drift, with an interval that holds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from outrider.core.control.paired_trial import BLOCK_STEPS, Difference, PairedTrial
+
+STEPS = BLOCK_STEPS[1]
+
+
+def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
+    """A trial of so many pairs. `speed`: work per second of the challenger, or the usual way, after some steps."""
+    trial, now = PairedTrial(Difference()), 0
+    while trial.blocks < 2 * pairs:
+        trial.observe(speed(trial.challenged, now), 1, 1.0)
+        now += 1
+    return trial
+
+
+def test_blocks_alternate_so_that_each_way_is_first_as_often_as_second() -> None:
+    order: list[bool] = []
+
+    def speed(challenged: bool, now: float) -> float:
+        order.append(challenged)
+        return 1.0
+
+    compared(4, speed)
+    assert order[::STEPS] == [False, True, True, False, False, True, True, False]
+
+
+def test_a_linear_drift_that_is_larger_than_the_difference_cancels() -> None:
+    trial = compared(8, lambda challenged, now: math.exp(0.001 * now) * (1.02 if challenged else 1.0))
+    assert math.exp(trial.difference.mean) == pytest.approx(1.02, rel=1e-4)
+    assert trial.difference.estimates()["ratio"] == pytest.approx(1.02, rel=1e-4)
+
+
+@pytest.mark.parametrize("pairs", [3, 5, 8])
+def test_the_interval_of_95_percent_holds_93_to_97_percent_of_the_time(pairs: int) -> None:
+    """Steps' times are log-normal, and so autocorrelated that neighbouring blocks share half of their deviation."""
+    draws, held, runs = random.Random(pairs), 0, 4000
+    for _ in range(runs):
+        difference = Difference()
+        for _ in range(pairs):
+            shared = draws.gauss(0.0, 0.1)
+            usual, other = (shared + draws.gauss(0.0, 0.1) for _ in range(2))
+            difference.observe(0.05 + other - usual)
+        held += difference.low <= 0.05 <= difference.high
+    assert 0.93 <= held / runs <= 0.97
+
+
+def test_there_is_no_interval_before_the_second_pair_and_earlier_trials_count_half() -> None:
+    difference = Difference()
+    difference.observe(0.1)
+    assert (difference.low, difference.high) == (-math.inf, math.inf)
+    assert difference.estimates()["low"] is None
+    for value in (0.2, 0.3, 0.2):
+        difference.observe(value)
+    again = PairedTrial(difference).difference
+    assert (again.pairs, again.mean) == (2.0, pytest.approx(0.2))
+    turned = again.reversed()
+    assert (turned.mean, turned.low, turned.high) == (-again.mean, -again.high, -again.low)
+
+
+def test_a_pair_that_something_disturbed_begins_again_with_the_same_way() -> None:
+    trial = PairedTrial(Difference())
+    for _ in range(STEPS + 2):
+        trial.observe(1.0, 1, 1.0)
+    assert (trial.challenged, trial.blocks) == (True, 1)
+    trial.restart_pair()
+    assert (trial.challenged, trial.blocks) == (False, 0)

@@ -1,0 +1,65 @@
+"""What plain decoding would take: by the sweep at first, then by what plain steps took."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.core.control.budget import OVERHEAD_S
+from outrider.core.control.plain_pace import PlainPace, StepWork
+
+SWEEP = [(1, 0.010), (64, 0.073)]  # a millisecond for each row more
+
+
+def step(sessions: int, tokens: float | None = None, read: int = 0) -> StepWork:
+    return StepWork(sessions, read, sessions if tokens is None else tokens)
+
+
+def test_work_takes_as_many_plain_steps_as_it_has_tokens_for_each_session() -> None:
+    pace = PlainPace(SWEEP)
+    assert pace.seconds(step(4)) == pytest.approx(0.013 + OVERHEAD_S)
+    assert pace.seconds(step(4, 10)) == pytest.approx(2.5 * (0.013 + OVERHEAD_S))
+    assert pace.seconds(step(4, read=16)) == pytest.approx(0.029 + OVERHEAD_S)
+    assert pace.seconds(step(0, 0, 16)) == pytest.approx(0.025 + OVERHEAD_S)
+
+
+def test_only_plain_steps_are_learned_from_and_other_loads_begin_with_what_they_show() -> None:
+    pace = PlainPace(SWEEP)
+    for _ in range(2000):
+        pace.observe(step(4), 2 * (0.013 + OVERHEAD_S), plain=True)
+        pace.observe(step(4), 1.0, plain=False)
+    assert pace.seconds(step(4)) == pytest.approx(2 * (0.013 + OVERHEAD_S), rel=1e-3)
+    assert pace.seconds(step(16)) == pytest.approx(2 * (0.025 + OVERHEAD_S), rel=1e-3)
+    (known,) = pace.estimates()
+    assert known["tokens_per_s"] == pytest.approx(4 / pace.seconds(step(4)))
+
+
+def test_a_stall_counts_as_a_step_of_twice_the_time() -> None:
+    pace = PlainPace(SWEEP)
+    before = pace.seconds(step(1))
+    pace.observe(step(1), 60.0, plain=True)
+    assert before < pace.seconds(step(1)) < 1.25 * before
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.2])
+def test_the_bound_holds_as_often_as_it_should(deviation: float) -> None:
+    """The true time is below the lower bound in 2.5 % of all cases; at most 4 % are tolerated."""
+    truth, below, draws = 0.010 + OVERHEAD_S, 0, random.Random(1)
+    for _ in range(1000):
+        pace = PlainPace(SWEEP)
+        for _ in range(60):
+            pace.observe(step(1), truth * max(0.5, draws.gauss(1.0, deviation)), plain=True)
+        below += truth < pace.least_seconds(step(1))
+    assert below < 40
+
+
+def test_what_is_old_fades_with_time_and_not_only_with_steps() -> None:
+    slow, pace = 2 * (0.010 + OVERHEAD_S), PlainPace(SWEEP)
+    for _ in range(200):
+        pace.observe(step(1), 0.010 + OVERHEAD_S, plain=True)
+    for _ in range(150):
+        pace.observe(step(1), 1.0, plain=False)
+    for _ in range(10):
+        pace.observe(step(1), slow, plain=True)
+    assert pace.seconds(step(1)) == pytest.approx(slow, rel=0.1)
