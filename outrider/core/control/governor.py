@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from outrider.core.control.delay_budget import DelayBudget
 from outrider.core.control.overlap import OverlapMode
-from outrider.core.control.paired_trial import Difference, PairedTrial
+from outrider.core.control.paired_trial import PairedDifference, PairedTrial
 from outrider.core.control.plain_pace import PlainPace, StepWork
 from outrider.core.stats import FadingRatio
 
@@ -34,7 +34,7 @@ APART = 10.0  # time from a trial to the next one of the same arm at least, in m
 RETRY_S = (4.0, 120.0)  # the same in seconds: after the first defeat, doubled by each further one, and at most
 
 
-class Load(NamedTuple):
+class VerifierLoad(NamedTuple):
     """What arms are compared for separately."""
 
     size: int  # the rounded log2 of the number of open sessions
@@ -83,17 +83,17 @@ class Governor:
         self.arm = PLAIN  # in force for the next step
         self.limited = False  # the delay budget was empty, and has not recovered: plain decoding only
         self.switches = 0  # changes of the usual arm
-        self._loads: dict[Load, LoadGovernor] = {}
+        self._loads: dict[VerifierLoad, LoadGovernor] = {}
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
         self._lingering = 0  # steps until drafters that were at work are surely still
         self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: VerifierLoad) -> None:
         """Choose the arm for the first step of a verifier that was idle."""
         self._follow(self._governor_of(load))
 
-    def observe(self, load: Load, step: StepOutcome) -> None:
+    def observe(self, load: VerifierLoad, step: StepOutcome) -> None:
         """Record a step under the arm in force, and choose the arm of the next one."""
         governor, arm = self._governor_of(load), self.arm
         if governor is not self._present:
@@ -149,7 +149,7 @@ class Governor:
             return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
         return self._present.reason
 
-    def compared(self) -> list[tuple[Arm, Arm, Difference]]:
+    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
         """Return what was compared under the present load: the usual arm of then, the other one, and by how much that
         was faster."""
         return [] if self._present is None else self._present.compared()
@@ -174,7 +174,7 @@ class Governor:
             self._settling = STARTING if self.arm == PLAIN and governor.starting else SETTLING
         self._present, self.arm = governor, arm
 
-    def _governor_of(self, load: Load) -> LoadGovernor:
+    def _governor_of(self, load: VerifierLoad) -> LoadGovernor:
         """Return the governor of a load. A new one tries first what is usual for the nearest number of sessions."""
         if load not in self._loads:
             alike = [known for known in self._loads if known.representative >= load.representative]
@@ -187,7 +187,7 @@ class Governor:
 class LoadGovernor:
     """Compares arms with the usual one under one load, and keeps the fastest."""
 
-    def __init__(self, load: Load, hint: Arm | None = None) -> None:
+    def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
         """`hint`: an arm to try first. A single session begins in turns with its drafters, because that nearly always
         pays; several sessions begin with plain decoding."""
         self._load = load
@@ -304,7 +304,7 @@ class LoadGovernor:
             ],
         }
 
-    def compared(self) -> list[tuple[Arm, Arm, Difference]]:
+    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
         """See `Governor.compared`."""
         return [(usual, arm, record.difference) for usual, arm, record in self._judged()]
 
@@ -382,7 +382,7 @@ class _Record:
     """What is known of a challenger beside a usual arm, and when it is tried again."""
 
     def __init__(self, due: float) -> None:
-        self.difference = Difference()
+        self.difference = PairedDifference()
         self.due = due  # when the next trial may begin
         self.interval = RETRY_S[0]
 

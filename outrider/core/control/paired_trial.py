@@ -17,7 +17,7 @@ KEPT = 0.5  # weight of what earlier trials have shown
 QUANTILES: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
-class Difference:
+class PairedDifference:
     """The mean of paired differences of logarithms, with a confidence interval of 95 %. Earlier ones fade."""
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Difference:
         self.pairs *= weight
         self._squares *= weight
 
-    def reversed(self) -> Difference:
+    def reversed(self) -> PairedDifference:
         """Return the difference the other way round."""
-        other = Difference()
+        other = PairedDifference()
         other.pairs, other.mean, other._squares = self.pairs, -self.mean, self._squares
         return other
 
@@ -90,7 +90,7 @@ class PairedTrial:
     """Blocks of steps in the order A B B A A B B A ..., where A is the usual way (`challenged` is False) and B the
     challenger. Steps that settle belong to no block."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: PairedDifference) -> None:
         """`difference`: of the challenger from the usual way, from earlier trials. The trial adds to it."""
         difference.fade(KEPT)
         self.difference = difference

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from outrider.core.control.budget import CostModel
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import Governor, Load, StepOutcome
+from outrider.core.control.governor import Governor, StepOutcome, VerifierLoad
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import StepWork
 from outrider.core.session.contract import Overlap
@@ -61,7 +61,7 @@ class Steering:
         self._eligible: list[SteeredSession] = []  # of these, those that may be drafted for
         self._drafted: list[SteeredSession] = []  # of these, those that are
         self._open = Ema(OPEN_WEIGHT)
-        self._load = Load(0, greedy=False, representative=True)
+        self._load = VerifierLoad(0, greedy=False, representative=True)
 
     @property
     def overlap_mode(self) -> OverlapMode:
@@ -157,7 +157,7 @@ class Steering:
         exact = math.log2(max(1.0, self._open.mean))
         size = self._load.size if abs(exact - self._load.size) < STICKY else round(exact)
         greedy = size == 0 and all(session.greedy for session in sessions)
-        self._load = Load(size, greedy, any(session.representative for session in sessions))
+        self._load = VerifierLoad(size, greedy, any(session.representative for session in sessions))
 
 
 def _eligible(session: SteeredSession) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import PLAIN, Arm, Governor, Load, StepOutcome
+from outrider.core.control.governor import PLAIN, Arm, Governor, StepOutcome, VerifierLoad
 from outrider.core.control.plain_pace import PlainPace, StepWork
 
 SWEEP = [(rows, 0.012 + 0.002 * (rows - 1)) for rows in (1, 2, 4, 8, 16, 32, 64)]
@@ -35,7 +35,7 @@ class Plant:
         self.governor = Governor(PlainPace(SWEEP))
         self._random = random.Random(self.seed)
         self._read: set[int] = set()
-        self.load = Load(round(math.log2(self.sessions)), greedy=False, representative=True)
+        self.load = VerifierLoad(round(math.log2(self.sessions)), greedy=False, representative=True)
         self.governor.begin(self.load)
 
     def run(self, seconds: float) -> Plant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.control.governor import PLAIN, Load
+from outrider.core.control.governor import PLAIN, VerifierLoad
 from tests.core.control.plant import Plant, Speedup
 
 CALLERS = [1, 2, 4, 8, 16, 32]
@@ -75,7 +75,7 @@ def test_a_load_of_which_nothing_is_known_begins_with_what_is_usual_nearby_and_i
     usual = plant.governor.estimates()["loads"][0]["usual"]
     assert usual == "turns"
     governor = plant.governor
-    governor.begin(Load(3, greedy=False, representative=True))
+    governor.begin(VerifierLoad(3, greedy=False, representative=True))
     assert governor.arm == PLAIN
     assert governor.estimates()["loads"][-1]["usual"] == str(PLAIN)
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.core.control.paired_trial import BLOCK_STEPS, Difference, PairedTrial
+from outrider.core.control.paired_trial import BLOCK_STEPS, PairedDifference, PairedTrial
 
 STEPS = BLOCK_STEPS[1]
 
 
 def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
     """A trial of so many pairs. `speed`: work per second of the challenger, or the usual way, after some steps."""
-    trial, now = PairedTrial(Difference()), 0
+    trial, now = PairedTrial(PairedDifference()), 0
     while trial.blocks < 2 * pairs:
         trial.observe(speed(trial.challenged, now), 1, 1.0)
         now += 1
@@ -44,7 +44,7 @@ def test_the_interval_of_95_percent_holds_93_to_97_percent_of_the_time(pairs: in
     """Steps' times are log-normal, and so autocorrelated that neighbouring blocks share half of their deviation."""
     draws, held, runs = random.Random(pairs), 0, 4000
     for _ in range(runs):
-        difference = Difference()
+        difference = PairedDifference()
         for _ in range(pairs):
             shared = draws.gauss(0.0, 0.1)
             usual, other = (shared + draws.gauss(0.0, 0.1) for _ in range(2))
@@ -54,7 +54,7 @@ def test_the_interval_of_95_percent_holds_93_to_97_percent_of_the_time(pairs: in
 
 
 def test_there_is_no_interval_before_the_second_pair_and_earlier_trials_count_half() -> None:
-    difference = Difference()
+    difference = PairedDifference()
     difference.observe(0.1)
     assert (difference.low, difference.high) == (-math.inf, math.inf)
     assert difference.estimates()["low"] is None
@@ -67,7 +67,7 @@ def test_there_is_no_interval_before_the_second_pair_and_earlier_trials_count_ha
 
 
 def test_a_pair_that_something_disturbed_begins_again_with_the_same_way() -> None:
-    trial = PairedTrial(Difference())
+    trial = PairedTrial(PairedDifference())
     for _ in range(STEPS + 2):
         trial.observe(1.0, 1, 1.0)
     assert (trial.challenged, trial.blocks) == (True, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.core.control.budget import CostModel
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import PLAIN, Arm, Governor, Load, StepOutcome
+from outrider.core.control.governor import PLAIN, Arm, Governor, StepOutcome, VerifierLoad
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace, StepWork
 from outrider.core.control.steering import SessionTokens, Steering
@@ -26,12 +26,12 @@ class Recorded(Governor):
     def __init__(self, arm: Arm) -> None:
         super().__init__(PlainPace(COST.points()))
         self.arm = arm
-        self.seen: list[tuple[Load, StepOutcome]] = []
+        self.seen: list[tuple[VerifierLoad, StepOutcome]] = []
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: VerifierLoad) -> None:
         """Keep the arm."""
 
-    def observe(self, load: Load, step: StepOutcome) -> None:
+    def observe(self, load: VerifierLoad, step: StepOutcome) -> None:
         """Keep the arm."""
         self.seen.append((load, step))
 
@@ -93,7 +93,7 @@ def test_the_load_follows_a_crowd_at_once_and_a_few_sessions_smoothly() -> None:
     sessions = [session(greedy=True) for _ in range(16)]
     steering, governor = steered(PLAIN, sessions)
 
-    def load(count: int, steps: int = 1) -> Load:
+    def load(count: int, steps: int = 1) -> VerifierLoad:
         for _ in range(steps):
             steering.on_step(sessions[:count], [SessionTokens(sessions[0], 1, 1.0)], 0, 0.01)
         return governor.seen[-1][0]
@@ -102,8 +102,8 @@ def test_the_load_follows_a_crowd_at_once_and_a_few_sessions_smoothly() -> None:
     assert load(9, 3).sessions == 16
     assert load(9, 300).sessions == 8
     assert load(13, 300).sessions == 16
-    assert load(1, 3).sessions == 8
-    assert load(1, 300) == Load(0, greedy=True, representative=True)
+    assert load(1, 3).sessions == 16
+    assert load(1, 300) == VerifierLoad(0, greedy=True, representative=True)
 
 
 def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
