@@ -403,6 +403,8 @@ class StepScheduler:
         if step.back_to_back:
             made = [SessionTokens(work.session, len(commit.choices), work.expected) for work, commit in commits]
             self.steering.on_step(self.sessions.values(), made, step.prompt_tokens, step.since_last)
+        else:
+            self.steering.on_unmeasured_step(self.sessions.values())
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
         for _, commit in commits:
             self.metrics.record_commit(commit.report, len(commit.choices))

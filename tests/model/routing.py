@@ -106,6 +106,7 @@ class Decoding:
         self.worker = worker
         self.opened = False
         self.cached = 0
+        self.resting = False
         self._start = start
         self._durable = len(start.tokens)
         self._loop = _loop()

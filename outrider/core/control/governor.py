@@ -19,10 +19,11 @@ from outrider.core.stats import FadingRatio
 
 DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
 MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # in which drafters draft
+OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
 MARGIN = math.log(1.01)  # by which an arm must be faster than plain decoding to take its place, and to keep it
 HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
 MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
-REST_S = 4.0  # from a change of the usual arm to the trial of another mode; twice as long to that of plain decoding
+REST_S = 6.0  # from a change of the usual arm to the trial of another mode; twice as long to that of plain decoding
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
 STARTING = 12  # the same where drafters begin, because they read the text first
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
@@ -109,12 +110,19 @@ class Governor:
         if not step.eligible:
             return
         usual = governor.usual
+        governor.open()
         governor.record(arm, self.pace.seconds(work), step.seconds)
         if self.limited:
             governor.limit(self.budget)
         else:
             governor.observe(arm, step, self.pace.seconds(work), settled=settled)
         self.switches += governor.usual != usual
+        self._follow(governor)
+
+    def pass_over(self, load: VerifierLoad) -> None:
+        """Take account of a step that cannot be measured, because the verifier had nothing to do before it."""
+        governor = self._governor_of(load)
+        governor.open()
         self._follow(governor)
 
     def _lucky(self, arm: Arm, step: StepOutcome) -> StepWork:
@@ -188,22 +196,25 @@ class LoadGovernor:
     """Compares arms with the usual one under one load, and keeps the fastest."""
 
     def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
-        """`hint`: an arm to try first. A single session begins in turns with its drafters, because that nearly always
-        pays; several sessions begin with plain decoding."""
+        """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
+        that nearly always pays; several sessions compare it first."""
         self._load = load
         self._shares = [*_distinct(load.sessions)]
+        self.usual = PLAIN
+        self._opening: Arm | None = None  # a single session's first arm
+        self._plain_left = 0  # steps until it takes the place of plain decoding
         if hint is not None and hint != PLAIN:
             hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
-        elif not load.size:
-            hint = Arm(OverlapMode.TURNS, 1)
-        self.usual = PLAIN if load.size or hint is None else hint
+        if not load.size:
+            self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
+            self._plain_left = OPENING
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _Running | None = None
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
         self._forgiven = False  # a challenger has emptied the budget, not the usual arm
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
-        if self.usual == PLAIN and hint is not None and hint != PLAIN:
+        if load.size and hint is not None and hint != PLAIN:
             self._record(hint).due = -RETRY_S[0]  # before all others
 
     @property
@@ -235,6 +246,8 @@ class LoadGovernor:
 
     def observe(self, arm: Arm, step: StepOutcome, plain_seconds: float, *, settled: bool) -> None:
         """Record a step under `arm`. Plain decoding would have taken `plain_seconds` for its work."""
+        if self._opening is not None:
+            return
         if self._trial is None:
             self._begin_trial(step)
             return
@@ -259,6 +272,13 @@ class LoadGovernor:
         """Record a step for the speed of its arm, with all that settling and reading cost."""
         self._speeds.setdefault(arm, FadingRatio(SPEED_MEMORY)).observe(plain_seconds, seconds)
         self._now += seconds
+
+    def open(self) -> None:
+        """Count a step of a single session towards its first arm."""
+        if self._opening is not None:
+            self._plain_left -= 1
+            if self._plain_left <= 0:
+                self.usual, self._opening, self._next = self._opening, None, self._now
 
     def limit(self, budget: DelayBudget) -> None:
         """Return to plain decoding, because the delay budget is empty. Where a challenger has emptied it, return to the

@@ -102,6 +102,14 @@ class Steering:
         for session in self._drafted:
             session.terms.held_price = held_price
 
+    def on_unmeasured_step(self, sessions: Collection[SteeredSession]) -> None:
+        """Take account of a step before which the verifier had nothing to do: its time shows nothing."""
+        before = self.governor.arm
+        self._follow_load(sessions)
+        self.governor.pass_over(self._load)
+        if self.governor.arm != before:
+            self.apply(sessions)
+
     def apply(self, sessions: Collection[SteeredSession]) -> None:
         """Set the mode of all sessions, after the arm, a plan or the sessions have changed. Those that were drafted for
         stay so, as far as the share allows."""

@@ -11,7 +11,7 @@ from outrider.core.control.arrival_model import ArrivalPatterns, HoldTrials
 from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
 from outrider.core.sampling.sampler import Choice
-from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.draft_server.draft_session import DraftStream
 from outrider.draft_server.servicer import DraftStreamServicer
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALIAS_SPAN = 256
 TREE_CAPACITY = 512
 
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
 
 
 async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafter: str, text: Text) -> None:

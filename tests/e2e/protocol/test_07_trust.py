@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from outrider.core.control.arrival_model import ArrivalPatterns
 from outrider.core.control.budget import CostModel
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv_slots import AcquiredSlot
@@ -42,7 +42,7 @@ MAX_DRAFTERS = 16
 MAX_REFUSED = 1000
 SUBSCRIBE_BYTES = 4096
 
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
 
 
 class Bystander(NamedTuple):
