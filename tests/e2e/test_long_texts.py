@@ -71,7 +71,11 @@ async def cluster(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPath
             address = await stack.enter_async_context(serving(run_drafter, drafter, redis_url))
             drafters.append(DrafterStub(await stack.enter_async_context(open_channel(address))))
         router = RouterConfig(
-            listen="127.0.0.1:0", models={"tiny": folder}, drafters_per_session=2, max_request_bytes=2**20
+            listen="127.0.0.1:0",
+            models={"tiny": folder},
+            drafters_per_session=2,
+            max_request_bytes=2**20,
+            overlap=True,
         )
         address = await stack.enter_async_context(serving(run_router, router, redis_url))
         channel = await stack.enter_async_context(open_channel(address))
