@@ -25,7 +25,7 @@ HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is
 MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
 REST_S = 6.0  # from a change of the usual arm to the trial of another mode; twice as long to that of plain decoding
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
-STARTING = 12  # the same where drafters begin, because they read the text first
+STARTING = 16  # the same where drafters begin, until the first step with drafts: they read the text, or are far away
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
 LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
 GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
@@ -87,6 +87,7 @@ class Governor:
         self._loads: dict[VerifierLoad, LoadGovernor] = {}
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
+        self._starting = 0  # steps until they count although no step has had drafts since drafters began
         self._lingering = 0  # steps until drafters that were at work are surely still
         self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
 
@@ -99,8 +100,9 @@ class Governor:
         governor, arm = self._governor_of(load), self.arm
         if governor is not self._present:
             self._follow(governor)
-        settled = not self._settling
+        settled = not self._settling and not self._starting
         self._settling = max(0, self._settling - 1)
+        self._starting = 0 if step.expected > step.work.sessions else max(0, self._starting - 1)
         self._lingering = SETTLING if arm != PLAIN and step.eligible else max(0, self._lingering - 1)
         plain = not self._lingering
         work = self._lucky(arm, step)
@@ -179,7 +181,8 @@ class Governor:
         if changed and self._present is not None:
             self._present.pause()
         if changed or arm != self.arm:
-            self._settling = STARTING if self.arm == PLAIN and governor.starting else SETTLING
+            self._settling = SETTLING
+            self._starting = STARTING if self.arm == PLAIN and arm != PLAIN else 0
         self._present, self.arm = governor, arm
 
     def _governor_of(self, load: VerifierLoad) -> LoadGovernor:
@@ -212,7 +215,7 @@ class LoadGovernor:
         self._trial: _Running | None = None
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
-        self._forgiven = False  # a challenger has emptied the budget, not the usual arm
+        self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
         if load.size and hint is not None and hint != PLAIN:
             self._record(hint).due = -RETRY_S[0]  # before all others
@@ -235,11 +238,6 @@ class LoadGovernor:
         return f"the next best is {best}, whose speed over it was {judged[best]}"
 
     @property
-    def starting(self) -> bool:
-        """Whether the drafters of the arm may have to read texts first."""
-        return self._trial is None or self._trial.pairs.blocks < 2
-
-    @property
     def best_speedup(self) -> float | None:
         """Speed over plain decoding of the best arm that drafts, lately; None if none has been in force."""
         return max((speed.ratio for arm, speed in self._speeds.items() if arm != PLAIN), default=None)
@@ -254,7 +252,7 @@ class LoadGovernor:
         trial = self._trial
         challenged = arm == trial.challenger
         trial.spend(plain_seconds, step.seconds, challenged=challenged)
-        if step.drafting < arm.drafted(step.eligible):
+        if trial.pairs.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
             trial.waited += step.seconds
             if trial.waited < WAIT_S:
                 return
@@ -284,11 +282,11 @@ class LoadGovernor:
         """Return to plain decoding, because the delay budget is empty. Where a challenger has emptied it, return to the
         usual arm, and only if that one loses more, to plain decoding."""
         if self._trial is not None:
-            self._forgiven = self.arm != self.usual
+            self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
             self._defeat(self._trial)
-        if not budget.empty:
-            self._forgiven = False
-        elif self.usual != PLAIN and not (self._forgiven and budget.level_s > -GRACE * budget.capacity_s):
+        elif not budget.empty:
+            self._floor_s = 0.0
+        if self.usual != PLAIN and budget.level_s <= self._floor_s:
             stopped, self.usual = self.usual, PLAIN
             self._record(stopped).due = self._next = self._now
 
