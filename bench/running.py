@@ -18,7 +18,7 @@ from bench.engine.roofline import Limit, measure
 from bench.options import SEED, BenchOptions, padded
 from bench.peers.checkouts import llama_server_row
 from bench.peers.llama_cpp import llama_worker, rows_of_worker
-from bench.report.figures import BenchResults, LoadFigures, Measurement, RowMemory, StepProfile
+from bench.report.figures import BenchResults, ColdFigures, LoadFigures, Measurement, RowMemory, StepProfile
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.processes import output, peak_mb, resident_mb
 from bench.rows.requests import BenchRequest
@@ -34,6 +34,7 @@ SHARED = ("plain", "distributed")  # rows of one cluster
 LEARNING_TOKENS = 512  # that they need for it
 SPARE_SLOTS = 4  # for sessions of the previous measurement that have not ended yet
 ANSWER_TOKENS = 48  # suite load
+COLD_S = 10.0  # of a cluster that has just begun
 SALTS = 1000  # number of token ids of which one is put before a prompt, so that no cached KV fits
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
@@ -149,6 +150,23 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
                             )
                         )
                     order.reverse()
+        for callers in options.callers:
+            for repetition in range(options.repetitions):
+                report(f"load: {callers} callers, a cold cluster {repetition + 1} of {options.repetitions}")
+                load = Load(
+                    prompts,
+                    callers,
+                    COLD_S,
+                    0.0,
+                    ANSWER_TOKENS,
+                    options.temperatures,
+                    seed=SEED + repetition,
+                    salts=SALTS,
+                )
+                async with running(config) as cluster:
+                    first = await apply_load(cluster.client, load)
+                    plain = await apply_load(cluster.client, load, speculation="off")
+                results.cold.append(ColdFigures(target, callers, repetition, first.goodput, plain.goodput))
 
 
 async def run_distance(options: BenchOptions, results: BenchResults, report: Report) -> None:

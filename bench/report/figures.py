@@ -88,6 +88,17 @@ class LoadFigures:
     profile: StepProfile
 
 
+@dataclass(frozen=True, slots=True)
+class ColdFigures:
+    """The first seconds of a cluster, and as many of plain decoding under the same load on the same cluster."""
+
+    target: int
+    callers: int
+    repetition: int
+    goodput: float  # tokens per second over all callers, from the first request on
+    plain: float
+
+
 @dataclass(slots=True)
 class BenchResults:
     """All measurements of a run."""
@@ -99,6 +110,7 @@ class BenchResults:
     memory: list[RowMemory] = field(default_factory=list)
     limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured before and after its rows
     loads: list[LoadFigures] = field(default_factory=list)
+    cold: list[ColdFigures] = field(default_factory=list)
     far: list[Measurement] = field(default_factory=list)  # the distance suite's
     passes: list[PassTime] = field(default_factory=list)
     tiers: list[Measurement] = field(default_factory=list)

@@ -128,7 +128,7 @@ def _load(results: BenchResults) -> Table:
     table = _table(
         f"{target / 1e6:.0f}M under load, short and long prompts", "callers", "plain\ntok/s", "distributed\ntok/s",
         "\nratio", "accept.\nlength", "rows in\na step", "first tok. p50 s\nplain", "first tok. p50 s\ndistributed",
-        "gap p99 ms\nplain", "gap p99 ms\ndistributed",
+        "gap p99 ms\nplain", "gap p99 ms\ndistributed", "first 10 s\nratio",
     )  # fmt: skip
     for callers in dict.fromkeys(load.callers for load in results.loads):
         found = [load for load in results.loads if load.callers == callers]
@@ -145,6 +145,7 @@ def _load(results: BenchResults) -> Table:
             shown(median(load.first_token_p50_s for load in spec), 2),
             shown(median(load.gap_p99_s for load in plain) * 1e3, 0),
             shown(median(load.gap_p99_s for load in spec) * 1e3, 0),
+            shown(median(it.goodput / it.plain for it in results.cold if it.callers == callers and it.plain), 2),
         )
     return table
 

@@ -227,6 +227,20 @@ METRICS = (
         "Times that the process itself blocked its event loop for 0.1 s.",
     ),
     Metric(
+        "outrider.process.ran",
+        "counter",
+        "s",
+        _ALL_SERVERS,
+        "Seconds for which the process's threads ran, while it served.",
+    ),
+    Metric(
+        "outrider.process.waited",
+        "counter",
+        "s",
+        _ALL_SERVERS,
+        "Seconds for which they were ready to run, and waited for a core that others had.",
+    ),
+    Metric(
         "outrider.certificate.expiry",
         "gauge",
         "s",

@@ -31,7 +31,7 @@ class LoopLag:
     """Measures the event loop that `run` runs on.
 
     `record` takes each lag in seconds; `stalled` is called at each stall of more than STALL_S. `stalls` counts these,
-    and `longest_s` is the longest stall, however short; both may be read in any thread.
+    and `longest_s` is the longest stall, however short; all may be read in any thread.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class LoopLag:
     ) -> None:
         self.stalls = 0
         self.longest_s = 0.0
+        self.ran_s = 0.0  # seconds for which the process's threads have run; 0 where the system does not report it
+        self.waited_s = 0.0  # seconds for which they were ready to run, and waited for a core
         self._record = record
         self._stalled = stalled
         self._beat_s = beat_s
@@ -57,7 +59,9 @@ class LoopLag:
 
             def sleep() -> None:
                 nonlocal waiting, due
-                clock.start()
+                spent = clock.start()
+                self.ran_s += spent.ran_s
+                self.waited_s += spent.waited_s
                 due = time.monotonic() + self._beat_s
                 waiting = loop.call_later(self._beat_s, beat)
 
@@ -116,11 +120,14 @@ class _ThreadClock:
         for file in self._files.values():
             os.close(file)
 
-    def start(self) -> None:
-        """Start a measurement for `own_share`."""
+    def start(self) -> _Spent:
+        """Start a measurement for `own_share`. Return what all threads together have spent since the last one."""
         if time.monotonic() >= self._listed_at + THREAD_LIST_S:
             self._list_threads()
-        self._before, self._ran_s = self._read(), time.thread_time()
+        before, now = self._before, self._read()
+        self._before, self._ran_s = now, time.thread_time()
+        since = [spent.since(before[thread]) for thread, spent in now.items() if thread in before]
+        return _Spent(sum(spent.ran_s for spent in since), sum(spent.waited_s for spent in since))
 
     def own_share(self, lag_s: float) -> float:
         """Return how much of a lag the process caused itself."""
@@ -162,4 +169,6 @@ def loop_lag() -> LoopLag:
     """Return the lag of a server's event loop, exported under the catalogue's names. Its `run` must run on the loop."""
     lag = LoopLag(histogram("outrider.loop.lag").record)
     register_metric("outrider.loop.stalls", lambda: lag.stalls)
+    register_metric("outrider.process.ran", lambda: lag.ran_s)
+    register_metric("outrider.process.waited", lambda: lag.waited_s)
     return lag

@@ -138,6 +138,8 @@ async def test_a_busy_machine_makes_lag_and_no_stall() -> None:
             neighbour.join()
     assert max(recorded) > STALL_S
     assert lag.stalls == 0, lag.longest_s
+    assert 0.1 < lag.ran_s < 0.5
+    assert lag.waited_s > 2 * lag.ran_s
 
 
 def _share(core: int, seconds: float) -> None:
