@@ -64,6 +64,7 @@ class FakeVerifier(VerifierServicer):
         self.verified = 4  # nodes of each step, in reports
         self.elapsed_us = 0  # of each step, in reports; 0: not measured
         self.rates = 0, 0  # of the verifier without and with drafting, in reports; drafters rest if there are any
+        self.resting = False  # whether drafters are not wanted
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
         self.durable: dict[str, int] = {}  # session id -> position
@@ -118,7 +119,7 @@ class FakeVerifier(VerifierServicer):
         self.most = max(self.most, self.open)
         self.durable[start.session_id] = len(start.tokens)
         try:
-            await stream.send(started=[verifier_pb2.DecodeStarted(handle=start.handle)])
+            await stream.send(started=[verifier_pb2.DecodeStarted(handle=start.handle, resting=self.resting)])
             await self._run_script(start, stream)
         except OutriderError as error:
             await stream.fail(start, error)
@@ -164,7 +165,7 @@ class FakeVerifier(VerifierServicer):
                     wire_bytes=10,
                     drafters=self.drafters,
                     elapsed_us=self.elapsed_us,
-                    resting=any(self.rates),
+                    resting=self.resting or any(self.rates),
                     plain_rate=self.rates[0],
                     drafted_rate=self.rates[1],
                 ),

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 
 from router.scheduling import drafter_assignment
+from router.sessions import commit_pump
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (
     MODEL,
@@ -43,6 +44,34 @@ async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
                 await call.read()
         call.cancel()
         await until(lambda: not good.attached)
+
+
+async def test_drafters_are_attached_while_the_verifier_wants_them_and_released_some_time_after(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_pump, "RELEASE_S", 0.5)
+    verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter()
+    verifier.resting = True
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(running_router(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(drafter, rig.registry, MODEL.digest))
+        call = rig.stub.Generate(ask(max_tokens=1000))
+        reader = asyncio.create_task(drain(call))
+        await until(lambda: verifier.steps >= 10)
+        assert not drafter.asked
+        verifier.resting, verifier.drafters = False, 1
+        await until(lambda: bool(drafter.attached))
+        verifier.resting = True
+        seen, asked = verifier.steps, drafter.asked
+        await until(lambda: verifier.steps >= seen + 10)
+        assert (bool(drafter.attached), drafter.asked) == (True, asked)
+        await until(lambda: not drafter.attached)
+        verifier.resting = False
+        await until(lambda: bool(drafter.attached))
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
 
 
 async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
