@@ -50,21 +50,21 @@ async def test_drafters_are_attached_while_the_verifier_wants_them_and_released_
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_pump, "RELEASE_S", 0.5)
-    verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter()
+    verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.06), FakeDrafter()
     verifier.resting = True
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_router(redis_url))
         await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
         await stack.enter_async_context(announced(drafter, rig.registry, MODEL.digest))
-        call = rig.stub.Generate(ask(max_tokens=1000))
+        call = rig.stub.Generate(ask(max_tokens=60))
         reader = asyncio.create_task(drain(call))
-        await until(lambda: verifier.steps >= 10)
+        await until(lambda: verifier.steps >= 5)
         assert not drafter.asked
         verifier.resting, verifier.drafters = False, 1
         await until(lambda: bool(drafter.attached))
         verifier.resting = True
         seen, asked = verifier.steps, drafter.asked
-        await until(lambda: verifier.steps >= seen + 10)
+        await until(lambda: verifier.steps >= seen + 3)
         assert (bool(drafter.attached), drafter.asked) == (True, asked)
         await until(lambda: not drafter.attached)
         verifier.resting = False
