@@ -6,8 +6,10 @@ one that decides what drafts are worth, where they must not.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +17,32 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.translator import Translator
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.governor import Governor
 from outrider.core.control.plain_pace import PlainPace
 from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.control.tier_selection import TierSwitch
 from outrider.core.proposers.datastore import Datastore, write_datastore
 from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.sampling.sampler import Choice
-from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
+from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream
+from outrider.store.training_samples import TrainingSampleStore
 from outrider.v1.types_pb2 import Heartbeat
+from router import server
+from router.speculation.warm_start import WarmStart
 from tests.core.control.plant import SteeredSession
-from tests.drafter.test_scheduler import VOCABULARY
+from tests.drafter.test_scheduler import VOCABULARY, Engine
+from tests.router.fakes import FakeDrafter, FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, ask, collect, running_router, until
 from verifier_svc.proposers.head_proposer import SpeculatorProposer
 from verifier_svc.proposers.ngram_proposer import SENDER, NgramProposers
 from verifier_svc.scheduler import StepScheduler
@@ -190,3 +203,94 @@ def test_the_way_in_which_a_verifier_works() -> None:
     for _ in range(40):
         learn([plain, poison], {poison: 1000})  # a step of the poison alone
     assert loads(representative=True) == known[1]
+
+
+def drafts(terms: dict[str, Any]) -> tuple[DraftScheduler, Callable[[], Coroutine[Any, Any, None]]]:
+    """A scheduler, and a session that drafts and is sent tokens that were not drafted."""
+    engine: Any = Engine(context=1000)
+    made = DraftScheduler(engine, level_nodes=8, prefill_chunk=64, send=lambda *_: None, resync=lambda _: None)
+
+    async def commits() -> None:
+        key, tokens = Attachment("s", "", 1, b""), [*TEXT]
+        made.opened(key, MirrorSnapshot(tuple(tokens), extend(EMPTY, tokens), contract(terms), PLAN, 1000))
+        running = asyncio.create_task(made.run())
+        for token in (400, 401, 402):
+            for _ in range(200):
+                await asyncio.sleep(0.001)
+                if made.members[key].session is not None and made.members[key].session.tree.size:  # type: ignore[union-attr]
+                    break
+            tokens.append(token)
+            digest = extend(EMPTY, tokens)
+            made.updated(key, MirrorUpdate(len(tokens) - 1, (token,), digest, None, SentTerms(), 2000, ()))
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            if any(fits.compared for fits in [*made._fits.values(), made.members[key].fits] if fits is not None):
+                break
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    return made, commits
+
+
+@contracts
+async def test_a_drafter_s_fits_and_how_often_its_version_agrees(terms: dict[str, Any]) -> None:
+    made, commits = drafts(terms)
+    await commits()
+    (own,) = [member.fits for member in made.members.values()]
+    compared = made.agreement()["hot"][1]
+    assert (compared > 0) == (not terms)
+    assert (own is not None and own.compared > 0) == bool(terms)
+
+
+@contracts
+def test_a_drafter_that_translates_passes_on_whether_a_contract_is_representative(terms: dict[str, Any]) -> None:
+    received: list[MirrorSnapshot] = []
+    tokenizer = MODEL.tokenizer
+    translator = Translator(tokenizer, tokenizer, send=lambda *_: None, resync=lambda _: None)
+    translator.serve(SimpleNamespace(opened=lambda key, snapshot: received.append(snapshot)))  # type: ignore[arg-type]
+    tokens = tokenizer.encode("def add(self, other):").ids
+    snapshot = MirrorSnapshot(tuple(tokens), extend(EMPTY, tokens), contract(terms), PLAN, 100)
+    translator.opened(Attachment("s", "", 1, b""), snapshot)
+    assert [each.representative for each in received] == [not terms]
+    assert received[0].contract.representative  # it names no tokens any more
+
+
+async def test_a_router_s_priors_tiers_and_training_samples(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, books = TierSwitch(), list[WarmStart]()
+
+    def warm_start(*given: Any) -> WarmStart:
+        books.append(WarmStart(*given))
+        return books[-1]
+
+    monkeypatch.setattr(server, "TierSwitch", lambda **_: tiers)
+    monkeypatch.setattr(server, "WarmStart", warm_start)
+    verifier = FakeVerifier(SCRIPT, pace_s=0.002)
+    verifier.elapsed_us = 2000
+    async with (
+        running_router(redis_url, teaches=["*"]) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        announced(FakeDrafter(), rig.registry, MODEL.digest, tier=0),
+        announced(FakeDrafter(), rig.registry, MODEL.digest, tier=1),
+    ):
+        samples = TrainingSampleStore(rig.client, MODEL.name, MODEL.digest)
+
+        def steps() -> float:
+            return sum(each["steps"] for each in books[0].estimates().values())
+
+        def measured() -> int:
+            """Windows of generations that sets of tiers were measured by."""
+            return sum(arm["windows"] for each in tiers.estimates() for arm in each["arms"].values())
+
+        async def written() -> int:
+            return len((await samples.after("0", 100))[0])
+
+        for plain in (1, 2):
+            await collect(rig.stub.Generate(ask(max_tokens=40, banned_ids=[9], logit_bias={8: 5.0})))
+            assert steps() == 40 * (plain - 1)
+            await collect(rig.stub.Generate(ask(max_tokens=40)))
+            await until(lambda count=plain: measured() >= count)  # type: ignore[misc]
+            async with asyncio.timeout(5):
+                while await written() < plain:
+                    await asyncio.sleep(0.002)
+            assert (steps(), measured(), await written()) == (40 * plain, plain, plain)
