@@ -57,6 +57,11 @@ def test_what_stops_paying_is_left_at_once_and_what_begins_to_pay_is_found_again
     assert plant.over_plain(110.0) > 1.4
 
 
+def test_ways_that_are_equally_fast_are_not_exchanged_for_one_another() -> None:
+    switches = [Plant(8, in_proportion(0.0), seed=seed).run(60.0).governor.switches for seed in range(8)]
+    assert sum(switches) < 16  # in eight minutes
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_machine_that_drifts_does_not_mislead(seed: int) -> None:
     plant = Plant(8, in_proportion(0.0), seed=seed, drift=0.2).run(60.0)
