@@ -23,7 +23,7 @@ OPENING = 8  # plain steps of a single session before it is drafted for, so that
 MARGIN = math.log(1.01)  # by which an arm must be faster than plain decoding to take its place, and to keep it
 HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
 MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
-REST_S = 6.0  # from a change of the usual arm to the trial of another mode; twice as long to that of plain decoding
+REST_S = 3.0  # from a change of the usual arm to the trial of another mode; four times to that of plain decoding
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
 STARTING = 16  # the same where drafters begin, until the first step with drafts: they read the text, or are far away
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
@@ -391,7 +391,7 @@ class LoadGovernor:
             climbs = self.usual == PLAIN or (
                 challenger.mode is self.usual.mode and challenger.denominator < self.usual.denominator
             )
-            rests = 2.0 * REST_S if challenger == PLAIN else REST_S
+            rests = 4.0 * REST_S if challenger == PLAIN else REST_S
             self._records[self.usual, challenger] = _Record(self._now + (0.0 if climbs else rests))
         return self._records[self.usual, challenger]
 
