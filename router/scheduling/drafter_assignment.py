@@ -185,6 +185,8 @@ class DrafterSet:
         """Attach the best choices until there are enough of each tier that is to draft. If one fails, those that were
         to draft for it are placed elsewhere."""
         failed: set[str] = set()
+        if not self._wanted and not await self._compatible_drafters():
+            self._note_no_drafter()
         while self._wanted:
             for placed in await self._placements(failed):
                 known = self._attached.get(placed.drafter.worker_id) == placed
@@ -225,12 +227,14 @@ class DrafterSet:
         first = {placed.drafter.tier for placed in places if placed.upstream is self._assignment.upstream}
         self._expected_direct = sum(each[tier] for tier in first) or self._wanted
         if not known:
-            self._obstacles.on_no_drafter(
-                self._worker_pool.why_no_drafter(self._assignment.upstream, sampled=self._assignment.single)
-            )
+            self._note_no_drafter()
         else:
             self._obstacles.on_placed(places, [worker for worker in known if self._worker_pool.suspected(worker)])
         return places
+
+    def _note_no_drafter(self) -> None:
+        upstream, sampled = self._assignment.upstream, self._assignment.single
+        self._obstacles.on_no_drafter(self._worker_pool.why_no_drafter(upstream, sampled=sampled))
 
     async def _compatible_drafters(self) -> list[Worker]:
         """Return the drafters that can draft for the session, best choice first."""

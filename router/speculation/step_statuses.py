@@ -28,7 +28,9 @@ class StepStatuses:
             return self._off
         if not plan.depth or report.resting:
             rates = report.plain_rate * MILLI, report.drafted_rate * MILLI
-            return SpeculationStatus(SpeculationReason.RESTING, "", 0, *rates)
+            if report.drafters or (any(rates) and obstacle is None):
+                return SpeculationStatus(SpeculationReason.RESTING, "", 0, *rates)
+            return obstacle or STARTING
         return LATE if report.drafters else obstacle or STARTING
 
 

@@ -103,7 +103,7 @@ class Governor:
         settled = not self._settling and not self._starting
         self._settling = max(0, self._settling - 1)
         self._starting = 0 if step.expected > step.work.sessions else max(0, self._starting - 1)
-        self._lingering = SETTLING if arm != PLAIN and step.eligible else max(0, self._lingering - 1)
+        self._lingering = SETTLING if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
         plain = not self._lingering
         work = self._lucky(arm, step)
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
@@ -113,7 +113,7 @@ class Governor:
             return
         usual = governor.usual
         governor.open()
-        governor.record(arm, self.pace.seconds(work), step.seconds)
+        governor.record(PLAIN if plain else arm, self.pace.seconds(work), step.seconds)
         if self.limited:
             governor.limit(self.budget)
         else:

@@ -47,7 +47,8 @@ ADVICE: Mapping[SpeculationReason, Advice] = {
     SpeculationReason.UNKNOWN: Advice("nothing is known of its steps", ""),
     SpeculationReason.DRAFTING: Advice("drafts are verified", ""),
     SpeculationReason.STARTING: Advice(
-        "a drafter was assigned, and no draft has arrived yet", "if this continues, read the drafter's log"
+        "drafting has not begun yet: the first steps are plain, then a drafter reads the text",
+        "if this continues, read the drafter's log",
     ),
     SpeculationReason.LATE: Advice(
         "drafters are connected, but no draft arrived in time for a step, or none was worth verifying",
