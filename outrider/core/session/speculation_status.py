@@ -47,7 +47,7 @@ ADVICE: Mapping[SpeculationReason, Advice] = {
     SpeculationReason.UNKNOWN: Advice("nothing is known of its steps", ""),
     SpeculationReason.DRAFTING: Advice("drafts are verified", ""),
     SpeculationReason.STARTING: Advice(
-        "drafting has not begun yet: the first steps are plain, then a drafter reads the text",
+        "drafting has not begun yet",
         "if this continues, read the drafter's log",
     ),
     SpeculationReason.LATE: Advice(
