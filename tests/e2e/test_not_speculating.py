@@ -175,7 +175,9 @@ async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> Non
     async with outrider.AsyncClient(cluster.router_address) as client:
         await seen(client, 1)
         session = (await client.create_session("target")).session_id
-        first = asyncio.create_task(client.generate("def f(", session=session, max_tokens=900, ignore_eos=True))
+        first = asyncio.create_task(
+            client.generate("def f(", session=session, max_tokens=900, ignore_eos=True, speculation="rounds")
+        )
         async with aclosing(client.watch(session)) as steps:
             async for step in steps:
                 if step.nodes:  # the drafter's slot is taken
