@@ -7,7 +7,7 @@ order A B B A a linear drift cancels. See docs/control.md, "Trials".
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 BLOCK_STEPS = (4, 12)  # steps of a block that count: at least, and at most
 BLOCK_TOKENS = 48  # tokens after which a block of at least so many steps is complete
@@ -127,7 +127,3 @@ class PairedTrial:
 
     def _clear(self) -> None:
         self._work, self._tokens, self._seconds, self._steps = 0.0, 0.0, 0.0, 0
-
-    def estimates(self) -> dict[str, Any]:
-        """Return how far the trial is."""
-        return {"blocks": self.blocks, **self.difference.estimates()}
