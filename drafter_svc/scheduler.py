@@ -125,7 +125,7 @@ class DraftScheduler:
         """Wakes the scheduler: the lower tier has sent something."""
         self._changed.set()
 
-    def on_drafter_connected(self) -> None:
+    def on_drafter_connected(self, drafter_id: str) -> None:
         """Does nothing: no measurement depends on which drafters the lower tier has."""
 
     def closed(self, key: Attachment) -> None:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -104,6 +105,7 @@ class StepScheduler:
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._pass_ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
+        self._known_drafters: deque[str] = deque(maxlen=MAX_LISTED)  # the latest that have connected
         self._changed = asyncio.Event()
         self._drained: Callable[[], None] | None = None  # while going down: called once all sessions are closed
         self._stopped = False  # `run` has ended
@@ -212,9 +214,11 @@ class StepScheduler:
         if self._stopped:
             drained()
 
-    def on_drafter_connected(self) -> None:
-        """Tries soon again what did not pay, because another drafter has come."""
-        self.steering.governor.reconsider()
+    def on_drafter_connected(self, drafter_id: str) -> None:
+        """Tries soon again what did not pay, if it is a drafter that was not here lately."""
+        if drafter_id not in self._known_drafters:
+            self._known_drafters.append(drafter_id)
+            self.steering.governor.reconsider()
 
     def wake(self) -> None:
         """Wakes the scheduler: something changed that may make a session ready or a tree better."""

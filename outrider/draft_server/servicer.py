@@ -54,7 +54,7 @@ class SessionHost(Protocol):
     def wake(self) -> None:
         """Wakes the owner: something changed that may make a session ready or a tree better."""
 
-    def on_drafter_connected(self) -> None:
+    def on_drafter_connected(self, drafter_id: str) -> None:
         """A drafter's stream has opened."""
 
 
@@ -96,7 +96,7 @@ class DraftStreamServicer(TreeSinkServicer):
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self._streams.add(stream)
-            self._host.on_drafter_connected()
+            self._host.on_drafter_connected(stream.drafter_id)
             try:
                 done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:

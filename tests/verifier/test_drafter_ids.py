@@ -67,7 +67,7 @@ class Upstream:
     def wake(self) -> None:
         """There is no scheduler."""
 
-    def on_drafter_connected(self) -> None:
+    def on_drafter_connected(self, drafter_id: str) -> None:
         """There is no scheduler."""
 
     def register(self, server: grpc.aio.Server) -> list[str]:

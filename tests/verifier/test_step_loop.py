@@ -281,6 +281,16 @@ async def test_commits_are_sent_before_anything_is_learned_of_their_step(
     assert order == ["sent", "learned"] * 3
 
 
+async def test_only_a_drafter_that_was_not_here_makes_it_try_again_what_did_not_pay(
+    loop: StepScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reconsidered: list[bool] = []
+    monkeypatch.setattr(loop.steering.governor, "reconsider", lambda: reconsidered.append(True))
+    for drafter in ("one", "one", "other", "one"):
+        loop.on_drafter_connected(drafter)
+    assert len(reconsidered) == 2
+
+
 async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
