@@ -25,7 +25,8 @@ HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is
 MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
 REST_S = 3.0  # from a change of the usual arm to the trial of another mode; four times to that of plain decoding
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
-STARTING = 16  # the same where drafters begin, until the first step with drafts: they read the text, or are far away
+STARTING = 16  # the same at most until the first step with drafts: drafters read the text, or are far away
+ENDING = 8  # the same at most until the first step without: what was drafted ahead is still there
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
 LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
 GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
@@ -87,7 +88,7 @@ class Governor:
         self._loads: dict[VerifierLoad, LoadGovernor] = {}
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
-        self._starting = 0  # steps until they count although no step has had drafts since drafters began
+        self._changing = 0  # steps until they count although the drafts are not those of the arm yet
         self._lingering = 0  # steps until drafters that were at work are surely still
         self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
 
@@ -100,9 +101,10 @@ class Governor:
         governor, arm = self._governor_of(load), self.arm
         if governor is not self._present:
             self._follow(governor)
-        settled = not self._settling and not self._starting
+        settled = not self._settling and not self._changing
         self._settling = max(0, self._settling - 1)
-        self._starting = 0 if step.expected > step.work.sessions else max(0, self._starting - 1)
+        changed = (step.expected > step.work.sessions) is (arm != PLAIN)
+        self._changing = 0 if changed else max(0, self._changing - 1)
         self._lingering = SETTLING if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
         plain = not self._lingering
         work = self._lucky(arm, step)
@@ -182,7 +184,7 @@ class Governor:
             self._present.pause()
         if changed or arm != self.arm:
             self._settling = SETTLING
-            self._starting = STARTING if self.arm == PLAIN and arm != PLAIN else 0
+            self._changing = 0 if (self.arm == PLAIN) is (arm == PLAIN) else ENDING if arm == PLAIN else STARTING
         self._present, self.arm = governor, arm
 
     def _governor_of(self, load: VerifierLoad) -> LoadGovernor:
