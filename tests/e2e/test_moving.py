@@ -37,7 +37,7 @@ async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: 
     with EmbeddedRedis() as redis:
         verifying = VerifierConfig(model=MODELS / "target", dtype="float32", numerics="invariant", slots=16)
         verifier = Process("verifier", "verifier", verifying, print)
-        routing = RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"})
+        routing = RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, overlap=True)
         router = Process("router", "router", routing, print)
         drafters = [Process("drafter", f"drafter-{number}", drafting, print) for number in range(2)]
         try:
