@@ -75,7 +75,7 @@ async def decode(
     """Runs one generation. `each` receives every commit and may answer with a new plan.
 
     With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
-    seconds before all of it is acknowledged, and 0.2 s until all of them have joined. `lease_ms`: how long it may be
+    seconds before all of it is acknowledged, and 0.4 s until all of them have joined. `lease_ms`: how long it may be
     silent, for it sends no heartbeats.
     """
     session = session or f"exact-{next(_names)}"
@@ -118,7 +118,7 @@ async def decode(
                 joined = joined or answer.reports[-1].drafters == len(drafters)
                 length = commit.position + len(commit.tokens)
                 if not pace or length == durable + window:
-                    await asyncio.sleep(pace if joined or not pace else max(pace, 0.2))
+                    await asyncio.sleep(pace if joined or not pace else max(pace, 0.4))
                     durable = length
                     commands.put_nowait(verifier_pb2.DecodeRequest(acknowledged=[1], durable=[durable]))
                 if each and (changed := await each(answer)):
