@@ -90,7 +90,7 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True)
 class ColdFigures:
-    """The first seconds of a cluster, and as many of plain decoding under the same load on the same cluster."""
+    """The first seconds of a cluster, and those of another one that decodes plainly under the same load."""
 
     target: int
     callers: int
