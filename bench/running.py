@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from bench.rows.row import WORKERS, BenchRow, Models, worker_row
 from bench.tiers import run_tiers as measure_tiers
 from outrider.cli.performance.load import Load, apply_load
 from outrider.cli.performance.samples import acceptance_length, percentile
+from outrider.core.session.contract import PolicyName
 from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24
@@ -35,6 +37,7 @@ LEARNING_TOKENS = 512  # that they need for it
 SPARE_SLOTS = 4  # for sessions of the previous measurement that have not ended yet
 ANSWER_TOKENS = 48  # suite load
 COLD_S = 10.0  # of a cluster that has just begun
+ALTERNATED: tuple[tuple[PolicyName | None, ...], ...] = (("off", None), (None, "off"))
 SALTS = 1000  # number of token ids of which one is put before a prompt, so that no cached KV fits
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
@@ -117,16 +120,7 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
                 await row.generate(BenchRequest(prompts[0], 0.0, SEED, WARM_UP_TOKENS))
             for callers in options.callers:
                 for repetition in range(options.repetitions):
-                    load = Load(
-                        prompts,
-                        callers,
-                        options.load_s,
-                        options.ramp_s,
-                        ANSWER_TOKENS,
-                        options.temperatures,
-                        seed=SEED + repetition,
-                        salts=SALTS,
-                    )
+                    load = _load(options, prompts, callers, repetition)
                     for row in order:
                         report(
                             f"load: {callers} callers, repetition {repetition + 1} of {options.repetitions}: "
@@ -153,22 +147,26 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
         for callers in options.callers:
             for repetition in range(options.repetitions):
                 report(f"load: {callers} callers, a cold cluster {repetition + 1} of {options.repetitions}")
-                load = Load(
-                    prompts,
-                    callers,
-                    COLD_S,
-                    0.0,
-                    ANSWER_TOKENS,
-                    options.temperatures,
-                    seed=SEED + repetition,
-                    salts=SALTS,
-                )
-                first = []  # each in a cluster of its own, because also plain decoding is slower at first
-                for speculation in (None, "off") if repetition % 2 else ("off", None):
+                load = replace(_load(options, prompts, callers, repetition), seconds=COLD_S, ramp_s=0.0)
+                goodput: dict[PolicyName | None, float] = {}
+                for speculation in ALTERNATED[repetition % 2]:  # each in a cluster that is cold, too
                     async with running(config) as cluster:
-                        first.append((speculation, await apply_load(cluster.client, load, speculation=speculation)))
-                took = dict(first)
-                results.cold.append(ColdFigures(target, callers, repetition, took[None].goodput, took["off"].goodput))
+                        result = await apply_load(cluster.client, load, speculation=speculation)
+                    goodput[speculation] = result.goodput
+                results.cold.append(ColdFigures(target, callers, repetition, goodput[None], goodput["off"]))
+
+
+def _load(options: BenchOptions, prompts: Sequence[Sequence[int]], callers: int, repetition: int) -> Load:
+    return Load(
+        prompts,
+        callers,
+        options.load_s,
+        options.ramp_s,
+        ANSWER_TOKENS,
+        options.temperatures,
+        seed=SEED + repetition,
+        salts=SALTS,
+    )
 
 
 async def run_distance(options: BenchOptions, results: BenchResults, report: Report) -> None:

@@ -134,6 +134,7 @@ def _load(results: BenchResults) -> Table:
         found = [load for load in results.loads if load.callers == callers]
         plain, spec = ([load for load in found if load.row == row] for row in ("plain", "distributed"))
         ratios = [two.goodput / one.goodput for one, two in zip(plain, spec, strict=True) if one.goodput]
+        cold = [it.goodput / it.plain for it in results.cold if it.callers == callers and it.plain]
         table.add_row(
             str(callers),
             shown(median(load.goodput for load in plain)),
@@ -145,7 +146,7 @@ def _load(results: BenchResults) -> Table:
             shown(median(load.first_token_p50_s for load in spec), 2),
             shown(median(load.gap_p99_s for load in plain) * 1e3, 0),
             shown(median(load.gap_p99_s for load in spec) * 1e3, 0),
-            shown(median(it.goodput / it.plain for it in results.cold if it.callers == callers and it.plain), 2),
+            shown(median(cold) if cold else None, 2),
         )
     return table
 

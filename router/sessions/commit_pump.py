@@ -128,7 +128,7 @@ class CommitPump:
 
     def _record_status(self, report: StepReport, statuses: StepStatuses) -> None:
         """Record whether the step verified drafts, and if not, why."""
-        status = statuses.of(report, self.plan, self._drafters.obstacle)
+        status = statuses.of(report, self._drafters.obstacle)
         self._opened.response.usage.speculation.observe(status)
         self._router.metrics.speculation[self._opened.model.name, status.reason.value] += 1
 

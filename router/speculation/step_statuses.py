@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.config import RouterConfig
 from outrider.core.control.policies import GammaPolicy, NoSpeculation
-from outrider.core.session.contract import Plan, StepReport
+from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, status_of
 from outrider.store.registry import Worker
 
@@ -20,13 +20,13 @@ class StepStatuses:
     def __init__(self, config: RouterConfig, policy: GammaPolicy, verifier: Worker) -> None:
         self._off = _off(config, policy, verifier)
 
-    def of(self, report: StepReport, plan: Plan, obstacle: SpeculationStatus | None) -> SpeculationStatus:
-        """Return the status of a step under this plan. `obstacle`: what keeps drafters away, if known."""
+    def of(self, report: StepReport, obstacle: SpeculationStatus | None) -> SpeculationStatus:
+        """Return the status of a step. `obstacle`: what keeps drafters away, if known."""
         if report.verified:
             return DRAFTING
         if self._off is not None:
             return self._off
-        if not plan.depth or report.resting:
+        if report.resting:
             rates = report.plain_rate * MILLI, report.drafted_rate * MILLI
             if report.drafters or (any(rates) and obstacle is None):
                 return SpeculationStatus(SpeculationReason.RESTING, "", 0, *rates)

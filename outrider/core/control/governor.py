@@ -115,11 +115,12 @@ class Governor:
             return
         usual = governor.usual
         governor.open()
-        governor.record(PLAIN if plain else arm, self.pace.seconds(work), step.seconds)
+        plain_seconds = self.pace.seconds(work)
+        governor.record(PLAIN if plain else arm, plain_seconds, step.seconds)
         if self.limited:
             governor.limit(self.budget)
         else:
-            governor.observe(arm, step, self.pace.seconds(work), settled=settled)
+            governor.observe(arm, step, plain_seconds, settled=settled)
         self.switches += governor.usual != usual
         self._follow(governor)
 
@@ -149,7 +150,7 @@ class Governor:
         been in force."""
         if self._present is None or (best := self._present.best_speedup) is None:
             return 0.0, 0.0
-        plain = sessions / self.pace.seconds(StepWork(sessions, 0, sessions))
+        plain = self.pace.tokens_per_s(sessions)
         return plain, plain * best
 
     @property

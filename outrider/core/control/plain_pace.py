@@ -50,6 +50,10 @@ class PlainPace:
         factor = self._factor(work.sessions)
         return self._modelled(work) * max(0.0, factor.mean - CONFIDENCE * factor.standard_error)
 
+    def tokens_per_s(self, sessions: int) -> float:
+        """Return the tokens per second that plain decoding of so many sessions is expected to commit."""
+        return sessions / self.seconds(StepWork(sessions, 0, sessions))
+
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
         """Record a step, `seconds` after the step before. Only a plain one is learned from."""
         self._now += min(seconds, LONGEST_S)
@@ -63,7 +67,7 @@ class PlainPace:
             {
                 "sessions": 2**size,
                 "step_s": self.seconds(StepWork(2**size, 0, 2**size)),
-                "tokens_per_s": 2**size / self.seconds(StepWork(2**size, 0, 2**size)),
+                "tokens_per_s": self.tokens_per_s(2**size),
                 "relative_error": factor.standard_error / factor.mean,
                 "steps": round(factor.steps - PRIOR_STEPS),
             }

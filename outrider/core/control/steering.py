@@ -124,7 +124,7 @@ class Steering:
     def rates(self) -> tuple[int, int]:
         """Return the rates of all sessions without and with drafting, in thousandths of a token per second; 0 where
         they were not compared."""
-        plain, drafted = self.governor.rates(max(1, round(self._open.mean)))
+        plain, drafted = self.governor.rates(self._sessions)
         return min(MAX_RATE, round(plain * 1000)), min(MAX_RATE, round(drafted * 1000))
 
     @property
@@ -146,14 +146,16 @@ class Steering:
     def plain(self) -> tuple[float, float]:
         """Return the tokens per second that plain decoding would commit for as many sessions, and its relative
         error."""
-        sessions = max(1, round(self._open.mean))
-        work = StepWork(sessions, 0, sessions)
-        seconds = self.governor.pace.seconds(work)
-        return sessions / seconds, 1.0 - self.governor.pace.least_seconds(work) / seconds
+        pace, work = self.governor.pace, StepWork(self._sessions, 0, self._sessions)
+        return pace.tokens_per_s(self._sessions), 1.0 - pace.least_seconds(work) / pace.seconds(work)
 
     def estimates(self) -> dict[str, Any]:
         """Return what is steered by."""
         return {"open_sessions": self._open.mean, "tokens_per_s": self.tokens_per_s, **self.governor.estimates()}
+
+    @property
+    def _sessions(self) -> int:
+        return max(1, round(self._open.mean))
 
     def _follow_load(self, sessions: Collection[SteeredSession]) -> None:
         """Follow the number of open sessions: at once where it has nearly doubled, else smoothly. A caller that sends
