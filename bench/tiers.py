@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import SEED, BenchOptions, padded
-from bench.report.figures import BenchResults, Measurement
+from bench.report.figures import BenchResults, Measurement, SettlingTime
 from bench.rows.cluster import ClusterRow, running
+from bench.rows.engine_time import PAGE
 from bench.rows.requests import BenchRequest
 from outrider.config import ClusterConfig, DrafterConfig, parse
 from outrider.errors import InternalError
@@ -20,7 +21,7 @@ from outrider.errors import InternalError
 MID = 100_000_000  # parameters that the middle model is padded to
 JUDGED = 24  # nodes that a drafter with a tier below it scores in one pass
 LEARNING_TOKENS = 512  # that a row generates at each temperature before it is measured
-TRIALS = 20  # generations in which the router measures which tiers pay
+TRIALS = 20  # generations, at most, in which the router measures which tiers pay
 MEASURED = "measured"  # the row in which it does so; in the other rows all tiers draft
 SETS = (
     ("suffix",),
@@ -57,7 +58,7 @@ async def run_tiers(options: BenchOptions, results: BenchResults, prompts: Promp
             for repetition in range(options.repetitions):
                 for name, config in rows:
                     report(f"{title}: repetition {repetition + 1} of {options.repetitions}: {name}")
-                    results.tiers += await _measure(options, config, name, target, repetition, prompts)
+                    results.tiers += await _measure(options, config, name, target, repetition, prompts, results)
                 rows = rows[1:] + rows[:1]
 
 
@@ -75,13 +76,32 @@ def options_of(options: BenchOptions, target: Path, mid: Path, tiers: Sequence[s
         number: [parse(DrafterConfig, plain | kinds[kind] | {"tier": number}, "--drafter")]
         for number, kind in enumerate(tiers)
     }
-    router = config.router.model_copy(update={"tiers": chosen})
+    router = config.router.model_copy(update={"tiers": chosen, **PAGE})
     verifier = verifier.model_copy(update={"numerics": "invariant"})
     return config.model_copy(update={"router": router, "verifier": [verifier], "drafter": [], "tier": sections})
 
 
+async def _settle(options: BenchOptions, row: ClusterRow, prompts: Prompts, temperature: float) -> float | None:
+    """Generate until the router has chosen among the tiers. Return the seconds of decoding; None if it has not."""
+    seconds = 0.0
+    for trial in range(TRIALS):
+        _, tokens = prompts[trial % len(prompts)]
+        sample = await row.generate(BenchRequest(tokens, temperature, SEED - 1 - trial, 2 * options.max_tokens))
+        seconds += sample.arrivals[-1]
+        known = (await row.cluster.control("router"))["tiers"]
+        if any(it["settled"] and it["greedy"] is (temperature == 0.0) and len(it["present"]) > 2 for it in known):
+            return seconds
+    return None
+
+
 async def _measure(
-    options: BenchOptions, config: ClusterConfig, name: str, target: int, repetition: int, prompts: Prompts
+    options: BenchOptions,
+    config: ClusterConfig,
+    name: str,
+    target: int,
+    repetition: int,
+    prompts: Prompts,
+    results: BenchResults,
 ) -> list[Measurement]:
     """Measure plain and speculative decoding in turn, after the generations from which the cluster learns."""
     takes = []
@@ -89,9 +109,8 @@ async def _measure(
         drafted, plain = ClusterRow(name, cluster, None), ClusterRow(beside(name), cluster, "off")
         for temperature in options.temperatures:
             if name == MEASURED:
-                for trial in range(TRIALS):
-                    _, tokens = prompts[trial % len(prompts)]
-                    await drafted.generate(BenchRequest(tokens, temperature, SEED - 1 - trial, 2 * options.max_tokens))
+                seconds = await _settle(options, drafted, prompts, temperature)
+                results.settling.append(SettlingTime(target, repetition, temperature, seconds))
             else:
                 await drafted.generate(BenchRequest(prompts[0][1], temperature, SEED - 1, LEARNING_TOKENS))
         for number, (prompt, tokens) in enumerate(prompts):

@@ -268,7 +268,8 @@ class StepScheduler:
                 incomplete, hold = self.hold_policy.required_hold(sessions, now)
             if hold <= 0.0:
                 step, budget = self._select(works, now)
-                hold = self.hold_policy.hold_seconds(step.sessions, budget, now) if may_hold else 0.0
+                lately = self.steering.tokens_per_s
+                hold = self.hold_policy.hold_seconds(step.sessions, budget, now, lately) if may_hold else 0.0
                 if hold <= 0.0:
                     step.waited, step.back_to_back = waited, back_to_back
                     return step

@@ -99,6 +99,16 @@ class ColdFigures:
     plain: float
 
 
+@dataclass(frozen=True, slots=True)
+class SettlingTime:
+    """How long a router decoded until it had chosen among several tiers."""
+
+    target: int
+    repetition: int
+    temperature: float
+    seconds: float | None  # None: it had not, after all trials
+
+
 @dataclass(slots=True)
 class BenchResults:
     """All measurements of a run."""
@@ -114,6 +124,7 @@ class BenchResults:
     far: list[Measurement] = field(default_factory=list)  # the distance suite's
     passes: list[PassTime] = field(default_factory=list)
     tiers: list[Measurement] = field(default_factory=list)
+    settling: list[SettlingTime] = field(default_factory=list)  # the suite tiers'
     gpu: list[str] = field(default_factory=list)  # output lines of `bench.gpu`
 
 

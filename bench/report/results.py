@@ -40,8 +40,10 @@ def save(options: BenchOptions, results: BenchResults, name: str | None, seconds
         "takes": [_take(take) for take in results.takes],
         "firsts": [_take(take) for take in results.firsts],
         "loads": [asdict(load) for load in results.loads],
+        "cold": [asdict(entry) for entry in results.cold],
         "far": [_take(take) for take in results.far],
         "tiers": [_take(take) for take in results.tiers],
+        "settling": [asdict(entry) for entry in results.settling],
         "gpu": results.gpu,
         "passes": [asdict(entry) | {"ms": entry.ms, "over_limit": entry.over_limit} for entry in results.passes],
     }

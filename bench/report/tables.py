@@ -42,6 +42,9 @@ def print_tables(screen: Console, results: BenchResults) -> None:
         screen.print(_distance([take for take in results.far if take.target == target], target))
     for target in dict.fromkeys(take.target for take in results.tiers):
         screen.print(_tiers([take for take in results.tiers if take.target == target], target))
+    for entry in results.settling:
+        after = "not yet" if entry.seconds is None else f"after {entry.seconds:.1f} s of decoding"
+        screen.print(f"{entry.target / 1e6:.0f}M, T = {entry.temperature:g}: tiers chosen {after}", markup=False)
     for target in dict.fromkeys(entry.target for entry in results.passes):
         screen.print(_passes([entry for entry in results.passes if entry.target == target]))
     for line in results.gpu:

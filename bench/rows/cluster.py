@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
-from bench.rows.engine_time import EngineTime
+from bench.rows.engine_time import TIMEOUT_S, EngineTime
 from bench.rows.pinning import CoreSplit, PinnedCluster, pin
 from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
@@ -50,11 +54,21 @@ class BenchCluster:
         """Return the process ids of router, verifier, drafter and Redis, by name."""
         return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self._redis.pid}
 
+    async def start(self, name: str) -> None:
+        """Start a server again that has ended. Raises the errors of LocalCluster."""
+        process = self._local.processes[name]
+        await process.wait()
+        await process.start(self.redis_url)
+
     async def describe(self) -> VerifierDescription:
         """Return the verifier's description."""
         async with open_channel(self.verifier_address) as channel:
             described: VerifierDescription = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
             return described
+
+    async def control(self, name: str) -> Any:
+        """Return what a server's controllers estimate. It needs a metrics page."""
+        return await asyncio.to_thread(_control, self._pages[name])
 
     async def engine_time(self) -> EngineTime:
         """Return how long verifier and drafter have computed. Both need a metrics page."""
@@ -80,6 +94,11 @@ async def running(config: ClusterConfig, split: CoreSplit | None = None) -> Asyn
             cluster = PinnedCluster(config, split, note_page)
         async with cluster as local, AsyncClient(local.router_address, tls=False) as client:
             yield BenchCluster(local, redis, client, pages)
+
+
+def _control(address: str) -> Any:
+    with urllib.request.urlopen(f"http://{address}/control", timeout=TIMEOUT_S) as answer:
+        return json.load(answer)
 
 
 class ClusterRow:

@@ -65,6 +65,7 @@ class Subscription:
     granted: int = 0  # the largest id that it was ever granted
     plan_version: int = -1  # version of the last plan that it was sent
     exhausted: int = -1  # position of the root below which it has sent all its nodes
+    rests: int = -1  # position of the root below which it was told to draft nothing
     begun: int = -1  # position of the root below which it last sent nodes
     wants_features: bool = False  # it is sent features, too
     awaits_features: bool = False  # its snapshot waits until all its features are known
@@ -222,7 +223,7 @@ class DraftedSession(ABC):
     def drafting(self) -> bool:
         """Whether some drafter may still send nodes below the present root."""
         root = self.tree.root.position
-        return any(subscription.exhausted != root for subscription in self.subscriptions.values())
+        return any(root not in (it.exhausted, it.rests) for it in self.subscriptions.values())
 
     def calibrate(self, siblings: Iterable[Node], chosen: Node | None) -> None:
         """Calibrates the claimed scores of siblings by the target's choice, which is one of them or none."""

@@ -173,6 +173,7 @@ class DraftStreamServicer(TreeSinkServicer):
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
         terms = session.terms.sent
+        subscription.rests = session.tree.root.position if terms.price == RESTING_PRICE else -1
         set_sent_terms(commit, terms._replace(price=RESTING_PRICE) if resting else terms)
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.terms.plan.version:

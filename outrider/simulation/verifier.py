@@ -89,7 +89,8 @@ class SimulatedVerifier:
         since = min(clock.now - self._ended, self._cost.seconds(max(1, base)))
         outside = since + self._cost.overhead(len(deciding) + len(reading))
         budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, outside)
-        hold = 0.0 if reads else self.hold_policy.hold_seconds(deciding, budget, clock.now)
+        lately = self.steering.tokens_per_s
+        hold = 0.0 if reads else self.hold_policy.hold_seconds(deciding, budget, clock.now, lately)
         if hold > MIN_HOLD_S:
             self._alarm += 1
             alarm = self._alarm

@@ -19,7 +19,7 @@ import reprlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from outrider.errors import InternalError, Unavailable
@@ -60,6 +60,9 @@ class Worker:
     trained_for: str = ""  # digest of the target that a drafter was trained for; "": it drafts for any
     draws: bool = True  # whether a drafter can draft for rules that draw from q
     treeless_why: str = ""  # why a verifier is treeless
+    cores: float = 0.0  # processor seconds that its process took for each second since the heartbeat before
+    arm: str = ""  # how a verifier works with drafters now; see docs/control.md
+    arm_reason: str = ""  # why, for people
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
 
 
@@ -151,10 +154,11 @@ async def keep_announced(
     registry = Registry(client)
     reachable = True
     changed = changed or asyncio.Event()
+    ran = ProcessorShare()
     try:
         while True:
             try:
-                await registry.announce(describe(), _MISSED_HEARTBEATS * interval_s)
+                await registry.announce(replace(describe(), cores=ran.lately()), _MISSED_HEARTBEATS * interval_s)
                 if not reachable:
                     log.info("announced again")
                 reachable = True
@@ -169,6 +173,23 @@ async def keep_announced(
     finally:
         await _withdraw(registry, describe())
         await client.aclose()
+
+
+class ProcessorShare:
+    """How many cores this process keeps busy."""
+
+    def __init__(self) -> None:
+        self._at, self._ran = time.monotonic(), time.process_time()
+        self._latest = 0.0
+
+    def lately(self) -> float:
+        """Return the processor seconds for each second since the call before; after less than a second, the result of
+        that call."""
+        now, ran = time.monotonic(), time.process_time()
+        if now - self._at >= 1.0:
+            self._latest = round((ran - self._ran) / (now - self._at), 2)
+            self._at, self._ran = now, ran
+        return self._latest
 
 
 async def _withdraw(registry: Registry, worker: Worker) -> None:

@@ -148,7 +148,8 @@ function workers(now) {
   rows("workers", now.workers.map((one) => {
     const [verified, accepted] = now.drafters[one.id] || [0, 0];
     return [one.id, one.role, one.model, one.role === "drafter" ? one.tier : "", one.zone || "",
-      `${one.sessions} of ${one.slots}`, share(over(accepted, verified)),
+      `${one.sessions} of ${one.slots}`, shown(one.cores, 2), share(over(accepted, verified)),
+      { text: one.arm && `${one.arm}: ${one.arm_reason}`, why: one.arm_reason, long: true },
       one.suspected ? { text: "failed lately", bad: true } : "well"];
   }));
 }

@@ -70,6 +70,9 @@ def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[
                 "tier": worker.tier,
                 "sessions": router.worker_pool.sessions(worker),
                 "slots": worker.slots,
+                "cores": worker.cores,
+                "arm": worker.arm,
+                "arm_reason": worker.arm_reason,
                 "suspected": router.worker_pool.suspected(worker),
             }
             for worker in router.worker_pool.listed

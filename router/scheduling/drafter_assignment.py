@@ -69,6 +69,10 @@ class TierWindow:
             self.seconds += now - self._last
         self._last = now
 
+    def interrupt(self) -> None:
+        """Go on with the steps after the present one, once they have settled."""
+        self._steps = 0
+
 
 class DrafterSet:
     """The drafters of one session at one verifier, of all tiers. Nothing here blocks or fails the session."""
@@ -118,15 +122,20 @@ class DrafterSet:
         """What keeps drafters from drafting, as far as is known."""
         return self._obstacles.foremost
 
-    def observe(self, tokens: int, subscribed: int, drafter_credits: tuple[DrafterCredit, ...] = ()) -> None:
-        """Take the tokens of a step, the number of drafters that subscribed at the verifier, and each drafter's credits
-        if there are several.
+    def observe(
+        self, tokens: int, subscribed: int, drafter_credits: tuple[DrafterCredit, ...] = (), *, resting: bool = False
+    ) -> None:
+        """Take the tokens of a step, the number of drafters that subscribed at the verifier, each drafter's credits
+        if there are several, and whether the verifier had the drafters rest.
 
         Starts a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
         its tier is detached and serves other sessions; a tier without which the session is faster is left out.
         """
         now = time.monotonic()
-        self._tier_window.observe(tokens, now)
+        if resting:
+            self._tier_window.interrupt()
+        else:
+            self._tier_window.observe(tokens, now)
         if drafter_credits and not self._replaced:  # a replacement drafts the same as the drafter that it replaces
             self._drop_useless(drafter_credits)
         if subscribed >= self._expected_direct:
@@ -139,11 +148,18 @@ class DrafterSet:
         elif now - self._missing_since >= QUERY_AFTER_S and not self._queried and self._work.done():
             self._queried = True
             self._work = self._background.spawn(self._query_attached())
-        if now - self._reviewed >= REVIEW_S and self._work.done():
+        if self._work.done() and (now - self._reviewed >= REVIEW_S or self._tier_window_ended):
             self._reviewed = now
             self._work = self._background.spawn(
                 self._review() if len(self._tier_window.present) > 1 else self._rebalance()
             )
+
+    @property
+    def _tier_window_ended(self) -> bool:
+        """Whether the present tiers were measured for long enough."""
+        window = self._tier_window
+        measured = len(window.present) > 1 and window.seconds > 0.0
+        return measured and window.seconds >= self._tiers.window_s(window.present, self._assignment.greedy)
 
     def detach_all(self) -> None:
         """Detach all drafters, in the background."""

@@ -89,11 +89,12 @@ class CommitPump:
             self._record_status(event.report, statuses)
             if response.stopped:
                 return EndReason.STOP
-            self._drafters.observe(len(event.tokens), event.report.drafters, event.credits)
-            policy.observe(event.report)
+            report = event.report
+            self._drafters.observe(len(event.tokens), report.drafters, event.credits, resting=report.resting)
+            policy.observe(report)
             if policy.plan() is not self.plan:
                 self._change_plan(policy.plan(), stream)
-            if self._wanted != (wanted := self._wants_drafters(event.report.resting)):
+            if self._wanted != (wanted := self._wants_drafters(report.resting)):
                 self._wanted = wanted
                 self._drafters.detach_all()
                 self._drafters = self._assign_drafters(token_log, stream)

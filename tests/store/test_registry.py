@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -115,6 +116,23 @@ async def _listed(registry: Registry) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("not announced within 5 s")
+
+
+async def test_an_announcement_has_the_cores_that_the_process_keeps_busy(client: Redis, redis_url: str) -> None:
+    registry = Registry(client)
+    task = asyncio.create_task(keep_announced(redis_url, lambda: VERIFIER, 0.02))
+    await _listed(registry)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        sum(range(20_000))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while not (busy := (await registry.workers("verifier"))[0].cores):
+            await asyncio.sleep(0.01)
+    assert 0.05 < busy < 1.5
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_keep_announced_survives_an_outage_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -146,7 +146,9 @@ def _misfits(now: Snapshot) -> Text:
 
 
 def _workers(now: Snapshot) -> Table:
-    table = _table("worker", "model", "tier", "zone", "sessions", "accepted", "health", title="Workers")
+    table = _table(
+        "worker", "model", "tier", "zone", "sessions", "cores", "accepted", "drafting", "health", title="Workers"
+    )
     for one in now["workers"]:
         verified, accepted = now["drafters"].get(one["id"], (0, 0))
         table.add_row(
@@ -155,7 +157,9 @@ def _workers(now: Snapshot) -> Table:
             str(one["tier"]) if one["role"] == "drafter" else "",
             one["zone"],
             f"{one['sessions']} of {one['slots']}",
+            f"{one['cores']:.2f}",
             _over(accepted, verified, "{:.0%}"),
+            one["arm"],
             "[red]failed lately[/]" if one["suspected"] else "well",
         )
     return table

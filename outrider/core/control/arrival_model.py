@@ -1,5 +1,4 @@
-"""How long a verifier holds a step back for a better tree: as long as waiting raises goodput, expected tokens per
-second.
+"""How long a verifier holds a step back for a better tree: as long as what comes is worth the time.
 
 All times are in seconds. An expected value is the number of tokens that a step over the tree is expected to commit. See
 docs/performance.md, "Who waits for whom".
@@ -210,33 +209,31 @@ class Arrivals:
         self._waited = True
 
 
-def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float) -> bool:
-    """Return whether waiting for some number of further deltas of these sessions raises goodput.
-
-    Waiting does if (expected + gains) / (seconds + delays) > expected / seconds, where `expected` are the tokens and
-    `seconds` the duration of the step over all sessions, including the wait so far.
-    """
+def pays(group: Sequence[Arrivals], now: float, rate: float) -> bool:
+    """Return whether waiting for some number of further deltas of these sessions brings more than `rate`, in tokens per
+    second, for the time that it takes."""
     for deltas in range(max((max(1, each.learned) for each in group), default=0)):
         coming = [(*each.forecast(deltas), each.passed(now)) for each in group]
         gain = sum(gain for _, gain, _ in coming)
         delay = max(
             delay - min(passed, each.forecast(0)[0]) for each, (delay, _, passed) in zip(group, coming, strict=True)
         )
-        if (expected + gain) * seconds > expected * (seconds + delay):
+        if gain > rate * delay:
             return True
     return False
 
 
 def hold_seconds(
-    group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, self_limiting: bool = False
+    group: Sequence[Arrivals], now: float, seconds: float, rate: float, *, self_limiting: bool = False
 ) -> float:
     """Return how many seconds longer to wait for the next delta of any of these sessions; 0 starts the step.
 
-    `self_limiting` means that drafters themselves stop when a level is not worth its time; then a step waits for levels
-    that drafters have begun.
+    `seconds`: the duration of the step without a further wait; `rate`: tokens that a second is worth. `self_limiting`
+    means that drafters themselves stop when a level is not worth its time; then a step waits for levels that drafters
+    have begun.
     """
     trial = True
-    if pays(group, now, expected, seconds):
+    if pays(group, now, rate):
         trial = False
         holds = [2 * each.forecast(0)[0] - each.passed(now) for each in group]
     elif self_limiting and any(each.begun for each in group):

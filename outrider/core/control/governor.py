@@ -291,7 +291,11 @@ class LoadGovernor:
             self._floor_s = 0.0
         if self.usual != PLAIN and budget.level_s <= self._floor_s:
             stopped, self.usual = self.usual, PLAIN
-            self._record(stopped).due = self._next = self._now
+            self._record(stopped).defeat(self._now, 0.0, 0.0)
+            for mode in MODES:  # the other one is tried first
+                record = self._record(stopped._replace(mode=mode))
+                record.due = record.due if mode is stopped.mode else min(record.due, self._now)
+            self._next = self._now
 
     def pause(self) -> None:
         """Leave an incomplete pair out, because the load has changed."""
@@ -374,7 +378,7 @@ class LoadGovernor:
             return
         margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
         enough = trial.pairs.blocks >= 2 * MAX_PAIRS
-        if difference.low > margin or (enough and trial.challenger == PLAIN and difference.mean > 0.0):
+        if difference.low > margin or (enough and difference.mean > self._tie_margin(trial.challenger)):
             self._trial = None
             beaten, self.usual = self.usual, trial.challenger
             self._next = self._now
@@ -383,6 +387,12 @@ class LoadGovernor:
             record.defeat(self._now, trial.lost_by_usual, trial.lasted)
         elif difference.high < margin or enough:
             self._defeat(trial)
+
+    def _tie_margin(self, challenger: Arm) -> float:
+        """Return by how much a challenger must be faster, at the mean, when the pairs leave it open which arm is."""
+        if self.usual == PLAIN:
+            return math.inf
+        return 0.0 if challenger == PLAIN else MARGIN
 
     def _defeat(self, trial: _Running) -> None:
         self._trial = None

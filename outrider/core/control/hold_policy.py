@@ -53,9 +53,12 @@ class HoldPolicy:
                 return session, left
         return None, 0.0
 
-    def hold_seconds(self, sessions: Sequence[HeldSession], budget: VerificationBudget, now: float) -> float:
+    def hold_seconds(
+        self, sessions: Sequence[HeldSession], budget: VerificationBudget, now: float, tokens_per_s: float
+    ) -> float:
         """Return the seconds for which to hold a step back; 0 unless the expected deltas are worth the time of all its
-        sessions.
+        sessions: they must bring more tokens than the step does in that time, and than the verifier has lately,
+        `tokens_per_s`.
 
         Several sessions in the mode AHEAD are not held back, because their deltas arrive while steps run.
         """
@@ -68,7 +71,8 @@ class HoldPolicy:
             return 0.0
         left = min(_left(session, now) for session in group)
         arrivals = [session.arrivals for session in group]
-        return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, self_limiting=not ahead))
+        rate = max(tokens_per_s, budget.expected / budget.seconds)
+        return min(left, hold_seconds(arrivals, now, budget.seconds, rate, self_limiting=not ahead))
 
     def estimates(self) -> dict[str, Any]:
         """Return what is expected after a commit, of greedy and of other sessions."""

@@ -1,12 +1,14 @@
 """Selection of the drafter tiers that draft for a generation, by measured speed.
 
 A tier pays if one of its passes over a tree takes less time than it saves the tier above (docs/drafters.md, "Tiers").
-That depends on machines, models and texts, so it is measured: at first all tiers draft, then every other set of tiers
-has a trial. Times are in seconds, speeds in tokens per second.
+That depends on machines, models and texts, so it is measured: at first every set of tiers drafts for a moment, and the
+fastest ones once more; the winner is kept, and the others have trials. Times are in seconds, speeds in tokens per
+second.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
@@ -35,8 +37,15 @@ class Speed(FadingRatio):
 
 class TierSelector:
     """A bandit: measures the speed of a generation under each of several sets of tiers, its arms. The fastest is kept;
-    the others are tried again for a small share of the time. An observation is a time window, not a step."""
+    the others are tried again for a small share of the time. An observation is a time window, not a step.
 
+    It begins with heats: each arm has a window, and each that was not clearly slower than the fastest has another one,
+    until one is left, or HEATS are over. So three tiers, seven sets, are settled after some ten short windows.
+    """
+
+    HEATS = 2
+    FINALISTS = 3  # arms of all heats but the first, at most
+    HEAT_S, WINDOW_S = 0.5, 2.0  # of a window in a heat, and later
     PROOF = (1, 4)  # windows of a trial: at least, and at most
     CLEAR = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
     ENOUGH = 400  # work since the change, for example tokens, from which the smaller number of windows suffices
@@ -48,7 +57,14 @@ class TierSelector:
         self._kept = first
         self._speeds = {arm: Speed() for arm in arms}
         self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
+        self._heats = 0  # that are over
+        self._heat = deque(arm for arm in self._speeds if arm != first)  # arms whose window in this heat is to come
         self._begin()
+
+    @property
+    def window_s(self) -> float:
+        """The seconds that a window should have."""
+        return self.WINDOW_S if self._settled else self.HEAT_S
 
     def observe(self, done: float, seconds: float) -> None:
         """Record a window of `seconds` in which `done` tokens were committed. May change the arm."""
@@ -58,14 +74,20 @@ class TierSelector:
         self._speeds[self.arm].observe(done, seconds)
         for arm in self._due:
             self._due[arm] -= seconds
+        if not self._settled:
+            if self._seconds >= self.HEAT_S:
+                self._next_in_heat()
+            return
         least, most = self.PROOF
         if self._windows >= most or (self._windows >= least and (self._clear or self._done >= self.ENOUGH)):
             self._select_arm()
 
     def estimates(self) -> dict[str, Any]:
-        """Return the arm in use, and for each arm its measured speed and when it is tried again."""
+        """Return the arm in use, whether the heats are over, and each arm's measured speed and when it is tried
+        again."""
         return {
             "arm": self.name(self.arm),
+            "settled": self._settled,
             "arms": {
                 self.name(arm): {
                     "per_s": speed.ratio,
@@ -80,6 +102,26 @@ class TierSelector:
     def name(arm: Tiers) -> str:
         """Return the tiers' numbers, for people."""
         return "+".join(map(str, sorted(arm)))
+
+    @property
+    def _settled(self) -> bool:
+        return self._heats >= self.HEATS
+
+    def _next_in_heat(self) -> None:
+        """Go on to the next arm of the heat; behind the last one, to the next heat, or to the fastest arm."""
+        if not self._heat:
+            self._heats += 1
+            order = sorted(self._speeds, key=lambda arm: -self._speeds[arm].ratio)
+            best = self._speeds[order[0]].ratio
+            self._heat.extend(it for it in order[: self.FINALISTS] if self._speeds[it].ratio * self.CLEAR >= best)
+            if self._settled or len(self._heat) < 2:
+                self._heats = self.HEATS
+                self._kept = order[0]
+                lasted = self.APART * self.PROOF[0] * self.WINDOW_S
+                self._due = {arm: lasted * place for place, arm in enumerate(order)}
+                self._follow(order[0])
+                return
+        self._follow(self._heat.popleft())
 
     @property
     def _clear(self) -> bool:
@@ -124,6 +166,11 @@ class TierSwitch:
         if (present, greedy) not in self._selectors:
             self._selectors[present, greedy] = TierSelector(_sets(present), present)
         return self._selectors[present, greedy].arm
+
+    def window_s(self, present: Tiers, greedy: bool) -> float:
+        """Return the seconds that a window should have, after which the tiers that draft may change."""
+        selector = self._selectors.get((present, greedy))
+        return TierSelector.WINDOW_S if selector is None else selector.window_s
 
     def estimates(self) -> list[dict[str, Any]]:
         """Return the measured speeds of sets of tiers, in tokens per second, for each set that was present."""

@@ -149,13 +149,13 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     for _ in range(2):  # a trial may be due; it brings what it always brings
         now += 1.0
         arrivals.restart(now, 1.0)
-        if hold_seconds([arrivals], now, 1.0, seconds):
+        if hold_seconds([arrivals], now, seconds, 1.0 / seconds):
             arrivals.arrived(now + delays[0], 1.0 + gains[0], passing=False)
     now += 1.0
     arrivals.restart(now, 1.0)
     waited, expected = 0.0, 1.0
     for delay, gain in zip(delays, gains, strict=True):
-        if hold_seconds([arrivals], now + waited, expected, seconds + waited) == 0.0:
+        if hold_seconds([arrivals], now + waited, seconds + waited, expected / (seconds + waited)) == 0.0:
             break
         waited += delay
         expected += gain
@@ -184,12 +184,12 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
     arrivals.restart(20.0, 1.0)
-    assert 0.0 < hold_seconds([arrivals], 20.0, 1.0, 0.02) <= 0.021
-    assert hold_seconds([arrivals], 20.03, 1.0, 0.05) == 0.0
+    assert 0.0 < hold_seconds([arrivals], 20.0, 0.02, 1.0 / 0.02) <= 0.021
+    assert hold_seconds([arrivals], 20.03, 0.05, 1.0 / 0.05) == 0.0
     waits = []
     for now in range(21, 300):
         arrivals.restart(float(now), 1.0)
-        waits.append(hold_seconds([arrivals], float(now), 1.0, 0.02) > 0.0)
+        waits.append(hold_seconds([arrivals], float(now), 0.02, 1.0 / 0.02) > 0.0)
     assert sum(waits[:100]) > sum(waits[100:]) > 0
     assert sum(waits[100:]) <= 5
 
@@ -198,9 +198,9 @@ def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
     arrivals = Arrivals(ArrivalPatterns.unknown())
     for now in range(1, HoldTrials.FIRST + 1):
         arrivals.restart(float(now), 1.0)
-        assert hold_seconds([arrivals], float(now), 1.0, 0.02) == (0.0 if now == 1 else pytest.approx(0.01))
+        assert hold_seconds([arrivals], float(now), 0.02, 1.0 / 0.02) == (0.0 if now == 1 else pytest.approx(0.01))
         arrivals.arrived(now + 0.5, 3.0, passing=True)
-        assert hold_seconds([arrivals], now + 0.6, 3.0, 0.02) == 0.0
+        assert hold_seconds([arrivals], now + 0.6, 0.02, 3.0 / 0.02) == 0.0
 
 
 def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
@@ -211,7 +211,7 @@ def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
     arrivals.restart(6.0, 1.0)
     arrivals.arrived(6.005, 2.0, passing=False)
     arrivals.restart(7.0, 1.0)
-    assert hold_seconds([arrivals], 7.0, 1.0, 0.02) == pytest.approx(0.01)
+    assert hold_seconds([arrivals], 7.0, 0.02, 1.0 / 0.02) == pytest.approx(0.01)
 
 
 def test_a_level_s_gain_is_what_usual_children_add_beyond_their_price() -> None:
@@ -237,9 +237,9 @@ def test_what_one_session_gains_all_others_wait_for() -> None:
         return arrivals
 
     one = taught(0.8)
-    assert pays([one], 50.0, 1.0, 0.02)
-    assert not pays([one], 50.0, 8.0, 0.03)
-    assert pays([taught(0.8) for _ in range(8)], 50.0, 8.0, 0.03)
+    assert pays([one], 50.0, 1.0 / 0.02)
+    assert not pays([one], 50.0, 8.0 / 0.03)
+    assert pays([taught(0.8) for _ in range(8)], 50.0, 8.0 / 0.03)
 
 
 def test_deltas_that_no_longer_come_are_no_longer_waited_for() -> None:

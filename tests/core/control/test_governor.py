@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from outrider.core.control.governor import PLAIN, VerifierLoad
+from outrider.core.control.overlap import OverlapMode
 from tests.core.control.plant import Plant, Speedup
 
 CALLERS = [1, 2, 4, 8, 16, 32]
+TURNS = OverlapMode.TURNS
 WORST = 0.965  # 2 % of ten seconds, and what a step or two overdraw
 
 
@@ -40,6 +42,18 @@ def test_a_single_session_is_drafted_for_at_once() -> None:
 def test_the_faster_mode_is_found(sessions: int) -> None:
     plant = Plant(sessions, in_proportion(0.1, ahead=0.8), seed=sessions).run(90.0)
     assert plant.over_plain(60.0) > 1.6
+
+
+def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
+    """As when the link to a drafter becomes long."""
+    plant = Plant(
+        1, lambda arm, now: 1.0 if not arm.denominator else 1.6 if (arm.mode is TURNS) is (now < 20.0) else 0.7
+    )
+    plant.run(35.0)
+    drafted = [arm for now, arm in plant.arms if now > 22.0 and arm != PLAIN]
+    assert drafted[0].mode is OverlapMode.AHEAD
+    assert plant.over_plain(20.0, 30.0) > WORST
+    assert plant.run(20.0).over_plain(40.0) > 1.4
 
 
 def test_a_share_is_kept_where_more_would_not_pay() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -12,6 +12,7 @@ from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
 
 BOTH, UPPER, LOWER = frozenset({0, 1}), frozenset({0}), frozenset({1})
+THREE = frozenset({0, 1, 2})
 
 
 def stretches(choice: TierSwitch, speeds: dict[frozenset[int], float], count: int) -> list[frozenset[int]]:
@@ -22,6 +23,37 @@ def stretches(choice: TierSwitch, speeds: dict[frozenset[int], float], count: in
         choice.observe(BOTH, False, now, round(2 * speeds[now]), 2.0)
         used.append(now)
     return used
+
+
+def settle(speeds: dict[frozenset[int], float], noise: random.Random) -> tuple[frozenset[int], int]:
+    """The tiers that draft after the heats, and the number of windows until then. A window's tokens are noisy."""
+    choice = TierSwitch()
+    windows = 0
+    choice.wanted(THREE, greedy=False)
+    while (seconds := choice.window_s(THREE, greedy=False)) < 1.0:
+        now = choice.wanted(THREE, greedy=False)
+        choice.observe(THREE, False, now, round(speeds[now] * seconds * noise.gauss(1.0, 0.1)), seconds)
+        windows += 1
+    return choice.wanted(THREE, greedy=False), windows
+
+
+def test_three_tiers_are_settled_after_ten_windows() -> None:
+    sets = [frozenset(some) for size in (1, 2, 3) for some in combinations(range(3), size)]
+    noise = random.Random(7)
+    for best in sets * 20:
+        speeds = {each: noise.uniform(20.0, 60.0) for each in sets} | {best: 90.0}
+        chosen, windows = settle(speeds, noise)
+        assert chosen == best
+        assert len(sets) <= windows <= len(sets) + 3
+
+
+def test_of_sets_that_are_alike_a_fast_one_is_chosen() -> None:
+    sets = [frozenset(some) for size in (1, 2, 3) for some in combinations(range(3), size)]
+    noise = random.Random(7)
+    slow = {each: 40.0 for each in sets if 2 in each}
+    settled = [settle(dict.fromkeys(sets, 60.0) | slow, noise) for _ in range(100)]
+    assert sum(2 in chosen for chosen, _ in settled) <= 2
+    assert {windows for _, windows in settled} <= {7, 8, 9, 10}
 
 
 @pytest.mark.parametrize("best", [BOTH, UPPER, LOWER])

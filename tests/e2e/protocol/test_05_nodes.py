@@ -10,6 +10,7 @@ import pytest
 from outrider.core.control.arrival_model import ArrivalPatterns, HoldTrials
 from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
+from outrider.core.control.overlap import OverlapMode
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
@@ -89,14 +90,25 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
         for ago in range(HoldTrials.LAST, -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
         _, budget = loop._select(loop._base_works([session]), 0.0)
-        return loop.hold_policy.hold_seconds([session], budget, now=0.0)
+        return loop.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):
         sink._graft(stream, delta([1, 2, 3], 2, [], exhausted=True)["delta"])
         assert (patience() > 0) == waits  # as long as one may still bring something
-    session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0)
-    session.cached = 3
+
+    def commit(token: int) -> None:
+        session.commit([Choice(token, 1.0, b"")], StepReport(), now=1e-9)
+        sink.publish(session, len(session.tokens) - 1, [token])
+        session.cached = len(session.tokens) - 1
+
+    commit(7)
+    assert patience() > 0.001
+    session.terms.set_overlap_mode(OverlapMode.REST)
+    commit(8)  # with which drafters are told to rest
+    session.terms.set_overlap_mode(OverlapMode.TURNS)
+    assert patience() == 0.0  # they do not know of it yet
+    commit(9)
     assert patience() > 0.001
 
 

@@ -1,0 +1,43 @@
+"""The bench of a shifting load: windows beside plain decoding, with drafters that are killed and come back."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from bench import windows
+from bench.windows import DRAFTERS, ShiftingLoad, WindowFigures, last_line, shifting_loads
+
+LOAD = ShiftingLoad(2, "code", (0.0, 1.0), 5.0, 1)
+
+
+def test_the_line_for_scripts_has_the_worst_window_and_that_of_plain_decoding() -> None:
+    figures = [WindowFigures(LOAD, ours, 90.0, 110.0) for ours in (96.0, 150.0, 200.0)]
+    assert last_line(figures) == (
+        "windows: worst=0.96 tenth=0.96 median=1.50 all=1.49 plain_worst=0.90 plain_tenth=0.90"
+    )
+    assert last_line([]) == "windows: -"
+
+
+def test_a_seed_s_loads_are_the_same_and_differ_from_one_another() -> None:
+    loads = [*islice(shifting_loads(7), 60)]
+    assert loads == [*islice(shifting_loads(7), 60)]
+    assert {load.drafters for load in loads} == {*range(DRAFTERS + 1)}
+    assert {load.text for load in loads} == {"code", "prose"}
+    assert len({load.callers for load in loads}) == len(windows.CALLERS)
+
+
+@pytest.mark.extended
+async def test_windows_of_a_real_cluster_whose_drafters_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = [
+        ShiftingLoad(2, "code", (0.0,), round_trip, drafters) for round_trip, drafters in ((0.0, 2), (5.0, 0), (0.0, 2))
+    ]
+    monkeypatch.setattr(windows, "WINDOW_S", 1.0)
+    monkeypatch.setattr(windows, "shifting_loads", lambda _: iter(loads))
+    figures: list[WindowFigures] = []
+    models = Path("models")
+    await windows._measure(models / "target", models / "drafter", {"code": [(1, 2, 3)]}, 6, 1, figures)
+    assert [it.load for it in figures] == [load for load in loads for _ in range(windows.STRETCH)]
+    assert all(min(it.ours, it.before, it.after) > 0.0 for it in figures)
