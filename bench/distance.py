@@ -22,6 +22,7 @@ from bench.rows.pinning import CoreSplit, pinned, split_cores
 from bench.rows.requests import BenchRequest
 
 PLAIN = "plain"
+LEARNING_TOKENS = 768  # that a row generates at each temperature before it is measured; a context has 1,024
 # Keys of [router] by outrider.core.session.contract.Overlap: when drafters draft, beside the verifier's passes.
 OVERLAPS: dict[str, dict[str, Any]] = {
     "measured": {},
@@ -39,32 +40,47 @@ async def run_distance(options: BenchOptions, results: BenchResults, prompts: Pr
     for target in options.targets:
         title = f"distance, {target / 1e6:.0f}M"
         report(f"{title}: padding the target")
-        async with padded(options, target) as folder, AsyncExitStack() as stack:
-            report(f"{title}: starting the clusters")
-            clusters = [
-                await stack.enter_async_context(_distant(options_of(options, overlap), folder, overlap, split))
-                for overlap in options.overlaps
-            ]
-            rows = [ClusterRow(PLAIN, clusters[0][0].cluster, "off"), *(row for row, _ in clusters)]
-            stack.enter_context(pinned(split.others))
+        async with padded(options, target) as folder:
             for repetition, link in _rotated(options):
                 turn = f"{title}: repetition {repetition + 1} of {options.repetitions}, {link.name}"
-                for row, proxy in clusters:
-                    link.apply(proxy)
-                    report(f"{turn}: {row.name} learns")
-                    for temperature in options.temperatures:
-                        await row.generate(BenchRequest(prompts[0][1], temperature, SEED, options.learning_tokens))
-                for (number, (prompt, tokens)), temperature in product(enumerate(prompts), options.temperatures):
-                    request = BenchRequest(tokens, temperature, SEED + number, options.max_tokens)
-                    for row in rows:
-                        report(f"{turn}, {prompt}, temperature {temperature:g}: {row.name}")
-                        before = await row.cluster.engine_time()
-                        sample = await row.generate(request)
-                        idle = (await row.cluster.engine_time()).idle_since(before)
-                        results.far.append(
-                            Measurement(target, row.name, prompt, repetition, temperature, sample, link.name, idle)
-                        )
-                    rows = rows[1:] + rows[:1]
+                report(f"{turn}: starting the clusters")
+                results.far += await _measure(options, folder, split, link, target, repetition, prompts, turn, report)
+
+
+async def _measure(
+    options: BenchOptions,
+    folder: Path,
+    split: CoreSplit,
+    link: Link,
+    target: int,
+    repetition: int,
+    prompts: Prompts,
+    turn: str,
+    report: Any,
+) -> list[Measurement]:
+    """Measure the rows in clusters that know this link alone."""
+    takes = []
+    async with AsyncExitStack() as stack:
+        clusters = [
+            await stack.enter_async_context(_distant(options_of(options, overlap), folder, overlap, split, link))
+            for overlap in options.overlaps
+        ]
+        rows = [ClusterRow(PLAIN, clusters[0].cluster, "off"), *clusters]
+        stack.enter_context(pinned(split.others))
+        for row in clusters:
+            report(f"{turn}: {row.name} learns")
+            for temperature in options.temperatures:
+                await row.generate(BenchRequest(prompts[0][1], temperature, SEED, LEARNING_TOKENS))
+        for (number, (prompt, tokens)), temperature in product(enumerate(prompts), options.temperatures):
+            request = BenchRequest(tokens, temperature, SEED + number, options.max_tokens)
+            for row in rows:
+                report(f"{turn}, {prompt}, temperature {temperature:g}: {row.name}")
+                before = await row.cluster.engine_time()
+                sample = await row.generate(request)
+                idle = (await row.cluster.engine_time()).idle_since(before)
+                takes.append(Measurement(target, row.name, prompt, repetition, temperature, sample, link.name, idle))
+            rows = rows[1:] + rows[:1]
+    return takes
 
 
 def options_of(options: BenchOptions, overlap: str) -> BenchOptions:
@@ -79,15 +95,16 @@ def options_of(options: BenchOptions, overlap: str) -> BenchOptions:
 
 @asynccontextmanager
 async def _distant(
-    options: BenchOptions, target: Path, name: str, split: CoreSplit
-) -> AsyncIterator[tuple[ClusterRow, FaultProxy]]:
-    """Start a cluster with a proxy between drafter and verifier. Yields its row, and the proxy."""
+    options: BenchOptions, target: Path, name: str, split: CoreSplit, link: Link
+) -> AsyncIterator[ClusterRow]:
+    """Start a cluster with a proxy as the link between drafter and verifier. Yields its row."""
     async with (
         FaultProxy("", seed=SEED) as proxy,
         running(options.cluster(target, via=proxy.address), split) as cluster,
     ):
         proxy.target = cluster.verifier_address  # set before the first connection
-        yield ClusterRow(name, cluster, None), proxy
+        link.apply(proxy)
+        yield ClusterRow(name, cluster, None)
 
 
 def _rotated(options: BenchOptions) -> Iterator[tuple[int, Link]]:

@@ -43,7 +43,9 @@ def test_plain_decode_commits_a_token_a_pass() -> None:
 
 
 def test_a_perfect_drafter_s_whole_tree_is_committed_and_a_useless_one_s_never() -> None:
-    assert run("fixed", 1.0, depth=4).acceptance_length == pytest.approx(5.0, rel=0.06)  # but for trials of plain steps
+    rounds, chosen = run("rounds", 1.0, depth=4), run("fixed", 1.0, depth=4)
+    assert rounds.acceptance_length == pytest.approx(5.0, rel=0.02)
+    assert chosen.goodput > 0.95 * rounds.goodput  # trials of other ways of working included
     useless = run("fixed", 0.0)
     assert useless.acceptance_length == 1.0
     assert useless.goodput > 0.9 * 50

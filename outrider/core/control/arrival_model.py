@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from outrider.core.stats import Ema
 
 EMA_WEIGHT = 0.15  # weight of one delta in an average
+LEAST_PATIENCE = 1.25  # of a delta's mean delay: how long a step waits for it at least
 
 
 class ArrivalPattern:
@@ -21,6 +22,7 @@ class ArrivalPattern:
 
     def __init__(self) -> None:
         self._delays: list[Ema] = []  # seconds since the delta before; of the first, since the commit was sent
+        self._deviations: list[Ema] = []  # of the delays from their means
         self._gains: list[Ema] = []  # expected tokens
 
     @property
@@ -41,8 +43,11 @@ class ArrivalPattern:
     def learn(self, index: int, delay: float, gain: float) -> None:
         if index == len(self._delays) and index < self.DEPTH:
             self._delays.append(Ema(EMA_WEIGHT, warm_up=True))
+            self._deviations.append(Ema(EMA_WEIGHT, warm_up=True))
             self._gains.append(Ema(EMA_WEIGHT, warm_up=True))
         if index < len(self._delays):
+            known = self._delays[index].mean or 0.75 * delay  # at first the delay may be a quarter wrong
+            self._deviations[index].observe(abs(delay - known))
             self._delays[index].observe(delay)
             self._gains[index].observe(gain)
 
@@ -51,6 +56,17 @@ class ArrivalPattern:
         self.learn(index, delay, 0.0)
         for later in range(index + 1, len(self._gains)):
             self.learn(later, self._delays[later].mean, 0.0)
+
+    def patience(self, index: int) -> float:
+        """Return the seconds after which delta `index` is late; 0 if nothing is known.
+
+        As the retransmission timeout of TCP (RFC 6298): the mean and four mean deviations; at most twice the mean.
+        """
+        if not self.known:
+            return 0.0
+        place = min(index, self.known - 1)
+        delay = self._delays[place].mean
+        return min(2.0 * delay, max(LEAST_PATIENCE * delay, delay + 4.0 * self._deviations[place].mean))
 
     def forecast(self, index: int) -> tuple[float, float]:
         """Return the expected delay in seconds and the gain in tokens of delta `index`.
@@ -188,6 +204,13 @@ class Arrivals:
         coming = [pattern.forecast(index) for index in range(first, first + deltas + 1)]
         return sum(delay for delay, _ in coming), sum(gain for _, gain in coming)
 
+    def patience(self, seconds: float) -> float:
+        """Return how long to wait for the next delta, in seconds since the last one or the commit; those of a step,
+        `seconds`, where no such delta has come yet."""
+        if self._count >= ArrivalPattern.DEPTH:
+            return seconds
+        return self._pattern.patience(self._count) or seconds
+
     def passed(self, now: float) -> float:
         """Return the seconds since the last delta arrived or, without one, since the commit was sent."""
         return now - self._last
@@ -223,21 +246,18 @@ def pays(group: Sequence[Arrivals], now: float, rate: float) -> bool:
     return False
 
 
-def hold_seconds(
-    group: Sequence[Arrivals], now: float, seconds: float, rate: float, *, self_limiting: bool = False
-) -> float:
+def hold_seconds(group: Sequence[Arrivals], now: float, seconds: float, rate: float) -> float:
     """Return how many seconds longer to wait for the next delta of any of these sessions; 0 starts the step.
 
-    `seconds`: the duration of the step without a further wait; `rate`: tokens that a second is worth. `self_limiting`
-    means that drafters themselves stop when a level is not worth its time; then a step waits for levels that drafters
-    have begun.
+    `seconds`: the duration of the step without a further wait; `rate`: tokens that a second is worth. Drafters
+    themselves stop when a level is not worth its time, so a step waits for levels that they have begun.
     """
     trial = True
     if pays(group, now, rate):
         trial = False
-        holds = [2 * each.forecast(0)[0] - each.passed(now) for each in group]
-    elif self_limiting and any(each.begun for each in group):
-        holds = [2 * (each.forecast(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
+        holds = [each.patience(seconds) - each.passed(now) for each in group]
+    elif any(each.begun for each in group):
+        holds = [each.patience(seconds) - each.passed(now) for each in group if each.begun]
     elif any(each.due for each in group):
         holds = [seconds / 2 - each.passed(now) for each in group]
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 CAPACITY_S = 0.1  # seconds of delay that a full budget allows at once
 REFILL = 0.006  # seconds of delay that come back with each second
+RECOVERED = 0.3  # share of a full budget that must be back before drafting is tried again
 
 
 class DelayBudget:
@@ -35,5 +36,5 @@ class DelayBudget:
 
     @property
     def recovered(self) -> bool:
-        """Whether, after it was empty, half of the budget is back."""
-        return self.level_s >= self.capacity_s / 2
+        """Whether, after it was empty, enough of the budget is back."""
+        return self.level_s >= RECOVERED * self.capacity_s

@@ -60,19 +60,17 @@ class HoldPolicy:
         sessions: they must bring more tokens than the step does in that time, and than the verifier has lately,
         `tokens_per_s`.
 
-        Several sessions in the mode AHEAD are not held back, because their deltas arrive while steps run.
+        No step is held back in the mode AHEAD: its deltas arrive while steps run.
         """
-        ahead = any(session.terms.ahead for session in sessions)
         group = [session for session in sessions if session.awaited]
         awaiting = [session for session in group if session.awaiting_depth]
         if awaiting:
             return max(_left(session, now) for session in awaiting)
-        if not group or (ahead and len(sessions) > 1):
+        if not group or any(session.terms.ahead for session in sessions):
             return 0.0
         left = min(_left(session, now) for session in group)
-        arrivals = [session.arrivals for session in group]
         rate = max(tokens_per_s, budget.expected / budget.seconds)
-        return min(left, hold_seconds(arrivals, now, budget.seconds, rate, self_limiting=not ahead))
+        return min(left, hold_seconds([session.arrivals for session in group], now, budget.seconds, rate))
 
     def estimates(self) -> dict[str, Any]:
         """Return what is expected after a commit, of greedy and of other sessions."""

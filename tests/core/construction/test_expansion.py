@@ -155,7 +155,7 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     arrivals.restart(now, 1.0)
     waited, expected = 0.0, 1.0
     for delay, gain in zip(delays, gains, strict=True):
-        if hold_seconds([arrivals], now + waited, seconds + waited, expected / (seconds + waited)) == 0.0:
+        if not pays([arrivals], now + waited, expected / (seconds + waited)):
             break
         waited += delay
         expected += gain

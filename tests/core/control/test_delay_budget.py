@@ -43,5 +43,5 @@ def test_an_empty_budget_recovers_with_time() -> None:
     assert (budget.empty, budget.recovered) == (True, False)
     budget.spend(3.0, 0.0)
     assert (budget.empty, budget.recovered) == (False, False)
-    budget.spend(2.1, 0.0)
+    budget.spend(1.1, 0.0)
     assert budget.recovered
