@@ -22,7 +22,8 @@ from bench.rows.pinning import CoreSplit, pinned, split_cores
 from bench.rows.requests import BenchRequest
 
 PLAIN = "plain"
-LEARNING_TOKENS = 768  # that a row generates at each temperature before it is measured; a context has 1,024
+LEARNING_TOKENS = 768  # of each generation before a row is measured
+LEARNING_ROUNDS = 2  # generations at each temperature
 # Keys of [router] by outrider.core.session.contract.Overlap: when drafters draft, beside the verifier's passes.
 OVERLAPS: dict[str, dict[str, Any]] = {
     "measured": {},
@@ -69,7 +70,7 @@ async def _measure(
         stack.enter_context(pinned(split.others))
         for row in clusters:
             report(f"{turn}: {row.name} learns")
-            for temperature in options.temperatures:
+            for temperature in options.temperatures * LEARNING_ROUNDS:
                 await row.generate(BenchRequest(prompts[0][1], temperature, SEED, LEARNING_TOKENS))
         for (number, (prompt, tokens)), temperature in product(enumerate(prompts), options.temperatures):
             request = BenchRequest(tokens, temperature, SEED + number, options.max_tokens)
