@@ -41,7 +41,7 @@ def test_an_empty_budget_recovers_with_time() -> None:
     budget = DelayBudget(capacity_s=0.1, refill=0.01)
     budget.spend(1.0, 0.11)
     assert (budget.empty, budget.recovered) == (True, False)
-    budget.spend(3.0, 0.0)
+    budget.spend(2.0, 0.0)
     assert (budget.empty, budget.recovered) == (False, False)
     budget.spend(1.1, 0.0)
     assert budget.recovered
