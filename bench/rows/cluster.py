@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from bench.rows.engine_time import TIMEOUT_S, EngineTime
+from bench.rows.engine_time import EngineTime, read_page
 from bench.rows.pinning import CoreSplit, PinnedCluster, pin
 from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
@@ -68,7 +67,7 @@ class BenchCluster:
 
     async def control(self, name: str) -> Any:
         """Return what a server's controllers estimate. It needs a metrics page."""
-        return await asyncio.to_thread(_control, self._pages[name])
+        return json.loads(await asyncio.to_thread(read_page, self._pages[name], "control"))
 
     async def engine_time(self) -> EngineTime:
         """Return how long verifier and drafter have computed. Both need a metrics page."""
@@ -94,11 +93,6 @@ async def running(config: ClusterConfig, split: CoreSplit | None = None) -> Asyn
             cluster = PinnedCluster(config, split, note_page)
         async with cluster as local, AsyncClient(local.router_address, tls=False) as client:
             yield BenchCluster(local, redis, client, pages)
-
-
-def _control(address: str) -> Any:
-    with urllib.request.urlopen(f"http://{address}/control", timeout=TIMEOUT_S) as answer:
-        return json.load(answer)
 
 
 class ClusterRow:

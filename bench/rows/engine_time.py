@@ -43,6 +43,12 @@ class EngineTime(NamedTuple):
 
 def _sum(address: str, metric: str) -> float:
     """Return a histogram's sum from the page of a server; 0 before its first record."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
-        found = re.search(rf"^{metric}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+    found = re.search(rf"^{metric}(?:{{.*}})? (\S+)$", read_page(address, "metrics"), re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+def read_page(address: str, name: str) -> str:
+    """Return a page of the server whose metrics are at this address."""
+    with urllib.request.urlopen(f"http://{address}/{name}", timeout=TIMEOUT_S) as answer:
+        text: str = answer.read().decode()
+    return text

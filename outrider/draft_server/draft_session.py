@@ -65,7 +65,7 @@ class Subscription:
     granted: int = 0  # the largest id that it was ever granted
     plan_version: int = -1  # version of the last plan that it was sent
     exhausted: int = -1  # position of the root below which it has sent all its nodes
-    rests: int = -1  # position of the root below which it was told to draft nothing
+    rests: int = -1  # position of the root below which its terms have it rest
     begun: int = -1  # position of the root below which it last sent nodes
     wants_features: bool = False  # it is sent features, too
     awaits_features: bool = False  # its snapshot waits until all its features are known

@@ -158,8 +158,8 @@ class DrafterSet:
     def _tier_window_ended(self) -> bool:
         """Whether the present tiers were measured for long enough."""
         window = self._tier_window
-        measured = len(window.present) > 1 and window.seconds > 0.0
-        return measured and window.seconds >= self._tiers.window_s(window.present, self._assignment.greedy)
+        several = len(window.present) > 1
+        return several and window.seconds >= self._tiers.window_s(window.present, self._assignment.greedy)
 
     def detach_all(self) -> None:
         """Detach all drafters, in the background."""

@@ -85,11 +85,11 @@ class CommitPump:
                 if self._opened.left_s <= 0.0:
                     return EndReason.DEADLINE
                 continue
+            report = event.report
             await self._log_and_send(event, token_log, stream)
-            self._record_status(event.report, statuses)
+            self._record_status(report, statuses)
             if response.stopped:
                 return EndReason.STOP
-            report = event.report
             self._drafters.observe(len(event.tokens), report.drafters, event.credits, resting=report.resting)
             policy.observe(report)
             if policy.plan() is not self.plan:

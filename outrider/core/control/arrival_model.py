@@ -252,16 +252,13 @@ def hold_seconds(group: Sequence[Arrivals], now: float, seconds: float, rate: fl
     `seconds`: the duration of the step without a further wait; `rate`: tokens that a second is worth. Drafters
     themselves stop when a level is not worth its time, so a step waits for levels that they have begun.
     """
-    trial = True
-    if pays(group, now, rate):
-        trial = False
-        holds = [each.patience(seconds) - each.passed(now) for each in group]
-    elif any(each.begun for each in group):
-        holds = [each.patience(seconds) - each.passed(now) for each in group if each.begun]
+    paying = pays(group, now, rate)
+    if coming := [each for each in group if paying or each.begun]:
+        holds = [each.patience(seconds) - each.passed(now) for each in coming]
     elif any(each.due for each in group):
         holds = [seconds / 2 - each.passed(now) for each in group]
     else:
         return 0.0
     for each in group:
-        each.wait(trial=trial)
+        each.wait(trial=not paying)
     return max(0.0, *holds)

@@ -59,6 +59,11 @@ class Arm(NamedTuple):
         """Return how many of so many sessions are drafted for, rounded up."""
         return -(-sessions // self.denominator) if self.denominator else 0
 
+    @property
+    def in_other_mode(self) -> Arm:
+        """The other way to draft for the same share."""
+        return self._replace(mode=next(mode for mode in MODES if mode is not self.mode))
+
     def __str__(self) -> str:
         return self.mode.value if self.denominator < 2 else f"{self.mode.value} 1/{self.denominator}"
 
@@ -292,9 +297,8 @@ class LoadGovernor:
         if self.usual != PLAIN and budget.level_s <= self._floor_s:
             stopped, self.usual = self.usual, PLAIN
             self._record(stopped).defeat(self._now, 0.0, 0.0)
-            for mode in MODES:  # the other one is tried first
-                record = self._record(stopped._replace(mode=mode))
-                record.due = record.due if mode is stopped.mode else min(record.due, self._now)
+            first = self._record(stopped.in_other_mode)
+            first.due = min(first.due, self._now)
             self._next = self._now
 
     def pause(self) -> None:
@@ -360,7 +364,7 @@ class LoadGovernor:
         yield from self._climb(self.usual.mode, self._shares[rung + 1 :])
         if rung:
             yield Arm(self.usual.mode, self._shares[rung - 1])
-        yield from (Arm(mode, self.usual.denominator) for mode in MODES if mode is not self.usual.mode)
+        yield self.usual.in_other_mode
 
     def _climb(self, mode: OverlapMode, shares: Sequence[int]) -> Iterator[Arm]:
         """Yield shares from the smallest on; a larger one only if those before were tried and did no harm."""

@@ -113,14 +113,15 @@ class TierSelector:
             self._heats += 1
             order = sorted(self._speeds, key=lambda arm: -self._speeds[arm].ratio)
             best = self._speeds[order[0]].ratio
-            self._heat.extend(it for it in order[: self.FINALISTS] if self._speeds[it].ratio * self.CLEAR >= best)
-            if self._settled or len(self._heat) < 2:
+            again = [it for it in order[: self.FINALISTS] if self._speeds[it].ratio * self.CLEAR >= best]
+            if self._settled or len(again) < 2:
                 self._heats = self.HEATS
                 self._kept = order[0]
-                lasted = self.APART * self.PROOF[0] * self.WINDOW_S
-                self._due = {arm: lasted * place for place, arm in enumerate(order)}
+                apart = self.APART * self.PROOF[0] * self.WINDOW_S
+                self._due = {arm: apart * place for place, arm in enumerate(order)}
                 self._follow(order[0])
                 return
+            self._heat.extend(again)
         self._follow(self._heat.popleft())
 
     @property

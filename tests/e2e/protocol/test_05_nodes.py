@@ -105,9 +105,9 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
     commit(7)
     assert patience() > 0.001
     session.terms.set_overlap_mode(OverlapMode.REST)
-    commit(8)  # with which drafters are told to rest
+    commit(8)  # whose terms have drafters rest
     session.terms.set_overlap_mode(OverlapMode.TURNS)
-    assert patience() == 0.0  # they do not know of it yet
+    assert patience() == 0.0  # the next commit has these terms
     commit(9)
     assert patience() > 0.001
 
