@@ -40,8 +40,12 @@ class FakeStream:
         del self.generations[handle], self.sessions[handle]
 
     async def send(self, **fields: Any) -> None:
+        """Send a message whole: gRPC goes on with a write whose generation was cancelled, and takes one at a time."""
+        await asyncio.shield(self._write(verifier_pb2.DecodeResponse(**fields)))
+
+    async def _write(self, response: verifier_pb2.DecodeResponse) -> None:
         async with self._writing:
-            await self._context.write(verifier_pb2.DecodeResponse(**fields))
+            await self._context.write(response)
 
     async def fail(self, start: verifier_pb2.DecodeStart, error: OutriderError) -> None:
         await self.send(ended=[verifier_pb2.DecodeEnded(handle=start.handle, error=error_to_pb(error))])
