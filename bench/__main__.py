@@ -97,6 +97,10 @@ def main(
     ] = None,
     callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
     load_seconds: Annotated[float, typer.Option(min=1, help="Seconds of each measurement of the load suite.")] = 20.0,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option("--arm", help='Load suite: a row in which drafters always work so: turns, ahead or "turns 1/4".'),
+    ] = None,
     links: Annotated[
         list[str] | None,
         typer.Option(
@@ -162,6 +166,7 @@ def main(
             llama_cpp=not no_llama_cpp,
             profiled_steps=256,
             callers=tuple(callers or (1, 2, 4, 8, 16, 32)),
+            arms=tuple(dict.fromkeys(arms or ())),
             load_s=load_seconds,
             ramp_s=load_seconds / 2,
             links=tuple(dict.fromkeys(map(parse_link, links or DEFAULT_LINKS))),
@@ -169,7 +174,8 @@ def main(
         )
         if BenchSuite.DISTANCE in options.suites:
             split_cores()  # refuses a machine that cannot pin
-        options.cluster(models / "target")  # checks all keys now, not after minutes
+        for arm in ("measured", *options.arms):
+            options.cluster(models / "target", arm=arm)  # checks all keys now, not after minutes
     results = BenchResults()
     done = False
 

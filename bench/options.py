@@ -56,13 +56,14 @@ class BenchOptions:
     llama_cpp: bool  # whether to measure llama.cpp, too
     profiled_steps: int  # of a row whose step times are profiled
     callers: tuple[int, ...]  # suite load
+    arms: tuple[str, ...]  # ways of working to pin: a row of each in the suite load
     load_s: float
     ramp_s: float
     links: tuple[Link, ...]  # suite distance
     overlaps: tuple[str, ...]  # of its rows, by name
 
     def cluster(
-        self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model"
+        self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model", arm: str = "measured"
     ) -> ClusterConfig:
         """Return a cluster of a verifier with `target`, a drafter and a router. Raises ConfigError for a wrong key."""
         fixed = {"slots": slots, "dtype": self.dtype}
@@ -75,7 +76,7 @@ class BenchOptions:
             verifier=[
                 parse(
                     VerifierConfig,
-                    {"model": target, "name": "target", **fixed, **self.verifier},
+                    {"model": target, "name": "target", "arm": arm, **fixed, **self.verifier},
                     "--verifier",
                 )
             ],
@@ -104,12 +105,19 @@ async def padded(options: BenchOptions, parameters: int, model: str = "target") 
 
     A model that has that size already is not padded.
     """
+    async with padded_model(options.models / model, parameters) as folder:
+        yield folder
+
+
+@asynccontextmanager
+async def padded_model(folder: Path, parameters: int) -> AsyncIterator[Path]:
+    """Yield a padded checkpoint, as `padded` does."""
     from outrider.engine.checkpoints.padding import pad_checkpoint
 
-    if parameters == parameters_of(options.models / model):
-        yield options.models / model
+    if parameters == parameters_of(folder):
+        yield folder
         return
-    with TemporaryDirectory(prefix="outrider-bench-") as folder:
-        larger = Path(folder) / model
-        await asyncio.to_thread(pad_checkpoint, options.models / model, larger, parameters=parameters)
+    with TemporaryDirectory(prefix="outrider-bench-") as scratch:
+        larger = Path(scratch) / folder.name
+        await asyncio.to_thread(pad_checkpoint, folder, larger, parameters=parameters)
         yield larger

@@ -113,9 +113,15 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
     report("load: padding the target")
     async with padded(options, target) as folder:
         limit = results.limits.get(target) or await measure(options.threads)
-        config = options.cluster(folder, slots=max(options.callers) + SPARE_SLOTS)
-        async with running(config) as cluster:
+        slots = max(options.callers) + SPARE_SLOTS
+        config = options.cluster(folder, slots=slots)
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(running(config))
             order = [ClusterRow("plain", cluster, "off"), ClusterRow("distributed", cluster, None)]
+            for arm in options.arms:
+                report(f"load: starting a cluster for the arm {arm}")
+                pinned = options.cluster(folder, slots=slots, arm=arm)
+                order.append(ClusterRow(arm, await stack.enter_async_context(running(pinned)), None))
             for row in order:
                 await row.generate(BenchRequest(prompts[0], 0.0, SEED, WARM_UP_TOKENS))
             for callers in options.callers:
@@ -126,7 +132,7 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
                             f"load: {callers} callers, repetition {repetition + 1} of {options.repetitions}: "
                             f"{row.name} ({load.ramp_s + load.seconds:.0f} s)"
                         )
-                        result = await apply_load(cluster.client, load, speculation=row.speculation)
+                        result = await apply_load(row.cluster.client, load, speculation=row.speculation)
                         gaps = [gap for sample in result.samples for gap in sample.gaps]
                         results.loads.append(
                             LoadFigures(
@@ -140,7 +146,7 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
                                 percentile((sample.first_token_s for sample in result.samples), 50),
                                 percentile(gaps, 50),
                                 percentile(gaps, 99),
-                                profile_of(await cluster.describe(), target, row.name, limit),
+                                profile_of(await row.cluster.describe(), target, row.name, limit),
                             )
                         )
                     order.reverse()

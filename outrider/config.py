@@ -35,6 +35,7 @@ def _as_list(value: Any) -> Any:
 
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
+ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
@@ -176,6 +177,7 @@ class VerifierConfig(WorkerConfig):
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
     heads: Path | None = None  # heads trained on the target, which draft from its hidden states
     features: Path | None = None  # EAGLE heads whose drafters receive the target's fused hidden states
+    arm: str = Field(default="measured", pattern=ARM)  # how drafters work: measured, or pinned as in `turns 1/4`
 
 
 class DrafterConfig(WorkerConfig):

@@ -23,7 +23,7 @@ import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
 from outrider.core.control.budget import CostModel, VerificationBudget, choose_budget
-from outrider.core.control.governor import Governor
+from outrider.core.control.governor import Arm, Governor
 from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace
@@ -81,7 +81,9 @@ class StepScheduler:
         ngram_proposers: NgramProposers | None = None,
         head_proposer: HeadProposer | None = None,
         feature_fuser: FeatureFuser | None = None,
+        pinned: Arm | None = None,
     ) -> None:
+        """`pinned`: the only arm that is in force; None: that which measurements choose."""
         self.sessions: dict[str, VerifierSession] = {}
         self.freed = asyncio.Event()  # set whenever a slot is released
         self.progress = WorkClock()
@@ -101,7 +103,7 @@ class StepScheduler:
         self._memory = KvMemory(engine, self._executor, self.slots, max_nodes)
         self._prefill_order = PrefillOrder()
         self.hold_policy = HoldPolicy()
-        self.steering = Steering(Governor(PlainPace(cost.points())), cost)
+        self.steering = Steering(Governor(PlainPace(cost.points()), pinned=pinned), cost)
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._pass_ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out

@@ -14,6 +14,7 @@ import grpc.aio
 
 from outrider.config import VerifierConfig
 from outrider.core.control.budget import CostModel
+from outrider.core.control.governor import Arm
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.prefix_keys import pack_keys
 from outrider.core.session.speculation_status import printable
@@ -77,6 +78,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         ngram_proposers=make_ngram_proposers(config, engine),
         head_proposer=head_proposer,
         feature_fuser=feature_fuser,
+        pinned=None if config.arm == "measured" else Arm.parse(config.arm),
     )
     stream_servicer.serve(scheduler)
     decode_servicer = DecodeServicer(config, worker_id, engine, scheduler, stream_servicer)

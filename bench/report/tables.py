@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from bench.engine.passes import LLAMA_CPP, PassTime
 from bench.peers.llama_worker import PASS_CONTEXT
-from bench.report.figures import BenchResults, Measurement, RowMemory, of_first_link, ratio, shown
+from bench.report.figures import BenchResults, LoadFigures, Measurement, RowMemory, of_first_link, ratio, shown
 from bench.tiers import beside
 from outrider.cli.performance.samples import acceptance_length, bytes_per_token, percentile, spread
 from outrider.cli.verification.compare import repeated_share
@@ -131,18 +132,20 @@ def _load(results: BenchResults) -> Table:
     table = _table(
         f"{target / 1e6:.0f}M under load, short and long prompts", "callers", "plain\ntok/s", "distributed\ntok/s",
         "\nratio", "accept.\nlength", "rows in\na step", "first tok. p50 s\nplain", "first tok. p50 s\ndistributed",
-        "gap p99 ms\nplain", "gap p99 ms\ndistributed", "first 10 s\nratio",
+        "gap p99 ms\nplain", "gap p99 ms\ndistributed", "first 10 s\nratio", "best pinned\nratio", "best pinned\narm",
     )  # fmt: skip
     for callers in dict.fromkeys(load.callers for load in results.loads):
         found = [load for load in results.loads if load.callers == callers]
-        plain, spec = ([load for load in found if load.row == row] for row in ("plain", "distributed"))
-        ratios = [two.goodput / one.goodput for one, two in zip(plain, spec, strict=True) if one.goodput]
+        rows = {row: [load for load in found if load.row == row] for row in dict.fromkeys(load.row for load in found)}
+        plain, spec = rows.pop("plain"), rows.pop("distributed")
         cold = [it.goodput / it.plain for it in results.cold if it.callers == callers and it.plain]
+        pinned = {arm: _over(plain, loads) for arm, loads in rows.items()}
+        best = max(pinned, key=lambda arm: pinned[arm], default=None)
         table.add_row(
             str(callers),
             shown(median(load.goodput for load in plain)),
             shown(median(load.goodput for load in spec)),
-            shown(median(ratios) if ratios else None, 2),
+            shown(_over(plain, spec), 2),
             shown(median(load.acceptance_length for load in spec), 2),
             shown(median(load.profile.rows for load in spec), 0),
             shown(median(load.first_token_p50_s for load in plain), 2),
@@ -150,8 +153,16 @@ def _load(results: BenchResults) -> Table:
             shown(median(load.gap_p99_s for load in plain) * 1e3, 0),
             shown(median(load.gap_p99_s for load in spec) * 1e3, 0),
             shown(median(cold) if cold else None, 2),
+            shown(None if best is None else pinned[best], 2),
+            best or "",
         )
     return table
+
+
+def _over(plain: Sequence[LoadFigures], loads: Sequence[LoadFigures]) -> float:
+    """Return the median ratio of the goodputs, not a number if there is none."""
+    ratios = [load.goodput / one.goodput for one, load in zip(plain, loads, strict=True) if one.goodput]
+    return median(ratios) if ratios else math.nan
 
 
 def _distance(takes: Sequence[Measurement], target: int) -> Table:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from bench.rows.engine_time import EngineTime, read_page
+from bench.rows.engine_time import EngineTime, read_metric, read_page
 from bench.rows.pinning import CoreSplit, PinnedCluster, pin
 from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
@@ -68,6 +68,10 @@ class BenchCluster:
     async def control(self, name: str) -> Any:
         """Return what a server's controllers estimate. It needs a metrics page."""
         return json.loads(await asyncio.to_thread(read_page, self._pages[name], "control"))
+
+    async def metric(self, name: str, metric: str) -> float:
+        """Return a metric of a server, which needs a metrics page."""
+        return await asyncio.to_thread(read_metric, self._pages[name], metric)
 
     async def engine_time(self) -> EngineTime:
         """Return how long verifier and drafter have computed. Both need a metrics page."""

@@ -31,7 +31,9 @@ class EngineTime(NamedTuple):
     @classmethod
     async def read(cls, pages: Mapping[str, str]) -> Self:
         """Read the pages of verifier-0 and drafter-0; `pages` has their addresses by the servers' names."""
-        sums = await asyncio.gather(*(asyncio.to_thread(_sum, pages[name], metric) for name, metric in _SUMS.items()))
+        sums = await asyncio.gather(
+            *(asyncio.to_thread(read_metric, pages[name], metric) for name, metric in _SUMS.items())
+        )
         return cls(time.perf_counter(), *sums)
 
     def idle_since(self, before: EngineTime) -> IdleShares:
@@ -41,8 +43,8 @@ class EngineTime(NamedTuple):
         return IdleShares(*(max(0.0, 1.0 - each / seconds) for each in busy))
 
 
-def _sum(address: str, metric: str) -> float:
-    """Return a histogram's sum from the page of a server; 0 before its first record."""
+def read_metric(address: str, metric: str) -> float:
+    """Return a metric without labels of the server whose metrics are at this address; 0 before its first record."""
     found = re.search(rf"^{metric}(?:{{.*}})? (\S+)$", read_page(address, "metrics"), re.MULTILINE)
     return float(found[1]) if found else 0.0
 

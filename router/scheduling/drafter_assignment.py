@@ -14,6 +14,7 @@ import grpc.aio
 
 from outrider.core.control.attribution import CreditTracker, DrafterCredit
 from outrider.core.control.tier_selection import Tiers, TierSwitch
+from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tickets import Permit, TicketSigner
@@ -31,7 +32,8 @@ RPC_TIMEOUT_S = 2.0  # timeout of a call to a drafter; a slower one counts as de
 QUERY_AFTER_S = 0.25  # how long drafters may be missing before the router asks them for the reason
 REPLACE_AFTER_S = 1.0  # how long drafters may be missing before they are replaced
 REVIEW_S = 2.0  # between two reviews of where drafters are attached
-SETTLING_STEPS = 8  # steps after a change of tiers that are not measured
+DRAFTED_FIRST = 3  # steps with drafts after a change of tiers that are not measured
+SETTLING_STEPS = 8  # steps after which a change has settled although there are fewer with drafts
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +53,40 @@ class DraftAssignment:
 
 
 class TierWindow:
-    """Consecutive steps of a generation that were drafted by the same tiers."""
+    """Consecutive steps of a generation with the same tiers."""
 
     def __init__(self, present: Tiers, used: Tiers) -> None:
         self.present = present
         self.used = used
-        self.tokens = 0
+        self.tokens = 0  # of the steps that they drafted for
         self.seconds = 0.0
-        self._steps = 0
-        self._last = 0.0
+        self.rested_tokens = 0  # of the steps since then for which drafters rested
+        self.rested_s = 0.0
+        self._steps, self._drafted = 0, 0  # since the tiers changed or drafters rested
+        self._last: float | None = None  # when the last step ended
 
-    def observe(self, tokens: int, now: float) -> None:
-        """Add a step that committed so many tokens."""
-        self._steps += 1
-        if self._steps > SETTLING_STEPS:
-            self.tokens += tokens
-            self.seconds += now - self._last
+    def observe(self, tokens: int, now: float, *, drafted: bool, resting: bool) -> None:
+        """Add a step that committed so many tokens, with or without drafts."""
+        seconds = 0.0 if self._last is None else now - self._last
         self._last = now
+        if resting:
+            self._steps, self._drafted = 0, 0
+            self.rested_tokens += tokens
+            self.rested_s += seconds
+            return
+        self.rested_tokens, self.rested_s = 0, 0.0
+        self._steps += 1
+        self._drafted += drafted
+        if self._drafted > DRAFTED_FIRST or self._steps > SETTLING_STEPS:
+            self.tokens += tokens
+            self.seconds += seconds
 
-    def interrupt(self) -> None:
-        """Go on with the steps after the present one, once they have settled."""
-        self._steps = 0
+    def take(self, long_rest_s: float) -> tuple[int, float]:
+        """Return the tokens and the seconds since the last call. A long rest counts instead of the steps before it."""
+        rested = self.rested_s >= long_rest_s
+        figures = (self.rested_tokens, self.rested_s) if rested else (self.tokens, self.seconds)
+        self.tokens, self.seconds, self.rested_tokens, self.rested_s = 0, 0.0, 0, 0.0
+        return figures
 
 
 class DrafterSet:
@@ -122,23 +137,18 @@ class DrafterSet:
         """What keeps drafters from drafting, as far as is known."""
         return self._obstacles.foremost
 
-    def observe(
-        self, tokens: int, subscribed: int, drafter_credits: tuple[DrafterCredit, ...] = (), *, resting: bool = False
-    ) -> None:
-        """Take the tokens of a step, the number of drafters that subscribed at the verifier, each drafter's credits
-        if there are several, and whether the verifier had the drafters rest.
+    def observe(self, tokens: int, report: StepReport, drafter_credits: tuple[DrafterCredit, ...] = ()) -> None:
+        """Take a step: the tokens that it committed, the verifier's report, and each drafter's credits if there are
+        several.
 
         Starts a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
         its tier is detached and serves other sessions; a tier without which the session is faster is left out.
         """
         now = time.monotonic()
-        if resting:
-            self._tier_window.interrupt()
-        else:
-            self._tier_window.observe(tokens, now)
+        self._tier_window.observe(tokens, now, drafted=report.verified > 0, resting=report.resting)
         if drafter_credits and not self._replaced:  # a replacement drafts the same as the drafter that it replaces
             self._drop_useless(drafter_credits)
-        if subscribed >= self._expected_direct:
+        if report.drafters >= self._expected_direct:
             self._missing_since, self._queried, self._all_answered_before = None, False, False
         elif self._missing_since is None:
             self._missing_since = now
@@ -157,9 +167,11 @@ class DrafterSet:
     @property
     def _tier_window_ended(self) -> bool:
         """Whether the present tiers were measured for long enough."""
-        window = self._tier_window
-        several = len(window.present) > 1
-        return several and window.seconds >= self._tiers.window_s(window.present, self._assignment.greedy)
+        window, greedy = self._tier_window, self._assignment.greedy
+        return len(window.present) > 1 and (
+            window.seconds >= self._tiers.window_s(window.present, greedy)
+            or window.rested_s >= self._tiers.long_rest_s(window.present, greedy)
+        )
 
     def detach_all(self) -> None:
         """Detach all drafters, in the background."""
@@ -188,9 +200,9 @@ class DrafterSet:
 
     def _report_tier_rate(self) -> None:
         """Report to the tier selection how fast the present tiers were."""
-        done = self._tier_window
-        self._tiers.observe(done.present, self._assignment.greedy, done.used, done.tokens, done.seconds)
-        self._tier_window = TierWindow(done.present, done.used)
+        window, greedy = self._tier_window, self._assignment.greedy
+        tokens, seconds = window.take(self._tiers.long_rest_s(window.present, greedy))
+        self._tiers.observe(window.present, greedy, window.used, tokens, seconds)
 
     async def _detach_after_work(self) -> None:
         # An Attach on its way could overtake our Detach.

@@ -90,7 +90,7 @@ class CommitPump:
             self._record_status(report, statuses)
             if response.stopped:
                 return EndReason.STOP
-            self._drafters.observe(len(event.tokens), report.drafters, event.credits, resting=report.resting)
+            self._drafters.observe(len(event.tokens), report, event.credits)
             policy.observe(report)
             if policy.plan() is not self.plan:
                 self._change_plan(policy.plan(), stream)

@@ -19,7 +19,7 @@ def options() -> BenchOptions:
     empty: dict[str, str] = {}
     return BenchOptions(
         (BenchSuite.TIERS,), (1,), (0.0,), (), (), (), 1, 8, "float32", 1, empty, {"threads": 2}, empty, (), (), 8,
-        File("models"), {}, False, 1, (1,), 1.0, 1.0, (), (),
+        File("models"), {}, False, 1, (1,), (), 1.0, 1.0, (), (),
     )  # fmt: skip
 
 

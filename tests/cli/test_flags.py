@@ -101,6 +101,7 @@ SECTIONS: dict[str, Section] = {
         store_public=True,
         heads=Path("/h"),
         features=Path("/f"),
+        arm="turns 1/4",
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),

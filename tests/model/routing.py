@@ -172,9 +172,7 @@ class Attaching:
         self._fleet, self._post = fleet, post
         fleet.send(Note(post, attach=True))
 
-    def observe(
-        self, tokens: int, subscribed: int, drafter_credits: tuple[Any, ...] = (), *, resting: bool = False
-    ) -> None:
+    def observe(self, tokens: int, report: Any, drafter_credits: tuple[Any, ...] = ()) -> None:
         pass
 
     def estimates(self) -> dict[str, float]:

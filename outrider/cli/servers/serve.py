@@ -253,6 +253,10 @@ def verifier(
     features: Annotated[
         Path | None, typer.Option(help="EAGLE heads of drafters; commits then carry hidden states for them.")
     ] = None,
+    arm: Annotated[
+        str | None,
+        typer.Option(help='How drafters work, pinned: rest, turns, ahead or "turns 1/4". [default: measured]'),
+    ] = None,
 ) -> None:
     """Hold the target model: verify token trees and commit the tokens that the target chooses."""
     from outrider.config import VerifierConfig

@@ -67,6 +67,12 @@ class Arm(NamedTuple):
     def __str__(self) -> str:
         return self.mode.value if self.denominator < 2 else f"{self.mode.value} 1/{self.denominator}"
 
+    @classmethod
+    def parse(cls, name: str) -> Arm:
+        """Return the arm of this name, as `str` gives it."""
+        mode, _, share = name.partition(" 1/")
+        return PLAIN if name == str(PLAIN) else cls(OverlapMode(mode), int(share or 1))
+
 
 PLAIN = Arm(OverlapMode.REST, 0)
 
@@ -84,12 +90,14 @@ class StepOutcome(NamedTuple):
 class Governor:
     """Chooses the arm for each step of a verifier."""
 
-    def __init__(self, pace: PlainPace, budget: DelayBudget | None = None) -> None:
+    def __init__(self, pace: PlainPace, budget: DelayBudget | None = None, pinned: Arm | None = None) -> None:
+        """`pinned`: the only arm, whatever it costs."""
         self.pace = pace
         self.budget = budget or DelayBudget()
-        self.arm = PLAIN  # in force for the next step
+        self.arm = PLAIN if pinned is None else pinned  # in force for the next step
         self.limited = False  # the delay budget was empty, and has not recovered: plain decoding only
         self.switches = 0  # changes of the usual arm
+        self._pinned = pinned
         self._loads: dict[VerifierLoad, LoadGovernor] = {}
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
@@ -115,13 +123,16 @@ class Governor:
         work = self._lucky(arm, step)
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
         self.pace.observe(step.work, step.seconds, plain=plain and settled)
-        self.limited = self.budget.empty or (self.limited and not self.budget.recovered)
+        if self._pinned is None:
+            self.limited = self.budget.empty or (self.limited and not self.budget.recovered)
         if not step.eligible:
             return
         usual = governor.usual
         governor.open()
         plain_seconds = self.pace.seconds(work)
         governor.record(PLAIN if plain else arm, plain_seconds, step.seconds)
+        if self._pinned is not None:
+            return
         if self.limited:
             governor.limit(self.budget)
         else:
@@ -163,6 +174,8 @@ class Governor:
         """Why the arm is in force, for people."""
         if self._present is None:
             return "no step was taken yet"
+        if self._pinned is not None:
+            return "the configuration has pinned it"
         if self.limited:
             return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
         return self._present.reason
@@ -185,7 +198,7 @@ class Governor:
         }
 
     def _follow(self, governor: LoadGovernor) -> None:
-        arm, changed = governor.arm, governor is not self._present
+        arm, changed = self._pinned or governor.arm, governor is not self._present
         if changed and self._present is not None:
             self._present.pause()
         if changed or arm != self.arm:

@@ -8,6 +8,7 @@ second.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import combinations
@@ -52,19 +53,25 @@ class TierSelector:
     LOSS = 0.01  # share of the time that trials of one arm may cost
     APART = 5.0  # time between two trials of an arm at least, in multiples of a trial's duration
 
-    def __init__(self, arms: Iterable[Tiers], first: Tiers) -> None:
-        self.arm = first  # the arm to use now
-        self._kept = first
+    def __init__(self, arms: Iterable[Tiers]) -> None:
+        """`arms`: in the order of the first heat."""
         self._speeds = {arm: Speed() for arm in arms}
         self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
         self._heats = 0  # that are over
-        self._heat = deque(arm for arm in self._speeds if arm != first)  # arms whose window in this heat is to come
+        self._heat = deque(self._speeds)  # arms whose window in this heat is to come
+        self.arm = self._kept = self._heat.popleft()  # the arm to use now, and the fastest
         self._begin()
 
     @property
     def window_s(self) -> float:
         """The seconds that a window should have."""
         return self.WINDOW_S if self._settled else self.HEAT_S
+
+    @property
+    def long_rest_s(self) -> float:
+        """The seconds of a rest of the drafters after which another arm has its turn. In the heats a rest shows what an
+        arm brings, too: the verifier has found that it brings nothing."""
+        return math.inf if self._settled else self.HEAT_S
 
     def observe(self, done: float, seconds: float) -> None:
         """Record a window of `seconds` in which `done` tokens were committed. May change the arm."""
@@ -165,13 +172,18 @@ class TierSwitch:
         if len(present) < 2 or not self._measured:
             return present
         if (present, greedy) not in self._selectors:
-            self._selectors[present, greedy] = TierSelector(_sets(present), present)
+            self._selectors[present, greedy] = TierSelector(_sets(present))
         return self._selectors[present, greedy].arm
 
     def window_s(self, present: Tiers, greedy: bool) -> float:
         """Return the seconds that a window should have, after which the tiers that draft may change."""
         selector = self._selectors.get((present, greedy))
         return TierSelector.WINDOW_S if selector is None else selector.window_s
+
+    def long_rest_s(self, present: Tiers, greedy: bool) -> float:
+        """Return the seconds of a rest of the drafters that count as a window; infinity if none does."""
+        selector = self._selectors.get((present, greedy))
+        return math.inf if selector is None else selector.long_rest_s
 
     def estimates(self) -> list[dict[str, Any]]:
         """Return the measured speeds of sets of tiers, in tokens per second, for each set that was present."""
@@ -188,7 +200,10 @@ class TierSwitch:
 
 
 def _sets(present: Tiers) -> list[Tiers]:
-    """Return the sets of tiers to try, the largest first."""
+    """Return the sets of tiers to try, the cheapest first: few tiers, and those with high numbers.
+
+    A set that costs more than it brings uses up the verifier's delay budget, and gains refill it.
+    """
     count = len(present)
-    sizes = range(count, 0, -1) if count <= ALL_SETS else (count, count - 1, 1)
-    return [frozenset(some) for size in sizes for some in combinations(sorted(present), size)]
+    sizes = range(1, count + 1) if count <= ALL_SETS else (1, count - 1, count)
+    return [frozenset(some) for size in sizes for some in combinations(sorted(present, reverse=True), size)]

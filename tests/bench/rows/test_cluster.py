@@ -42,6 +42,7 @@ OPTIONS = BenchOptions(
     llama_cpp=False,
     profiled_steps=1,
     callers=(),
+    arms=(),
     load_s=1.0,
     ramp_s=1.0,
     links=(),

@@ -27,12 +27,13 @@ class Plant:
     noise: float = 0.1  # relative deviation of a step's time
     reading_s: float = 0.01  # time that a drafter steals from the steps when it begins with a session
     drift: float = 0.0  # by which the machine's speed wanders, as a share
+    pinned: Arm | None = None
     now: float = 0.0
     steps: list[tuple[float, float, float]] = field(default_factory=list)  # (end, seconds, plain decoding's seconds)
     arms: list[tuple[float, Arm]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.governor = Governor(PlainPace(SWEEP))
+        self.governor = Governor(PlainPace(SWEEP), pinned=self.pinned)
         self._random = random.Random(self.seed)
         self._read: set[int] = set()
         self.load = VerifierLoad(round(math.log2(self.sessions)), greedy=False, representative=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.control.governor import PLAIN, VerifierLoad
+from outrider.core.control.governor import PLAIN, Arm, VerifierLoad
 from outrider.core.control.overlap import OverlapMode
 from tests.core.control.plant import Plant, Speedup
 
@@ -54,6 +54,16 @@ def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
     assert drafted[0].mode is OverlapMode.AHEAD
     assert plant.over_plain(20.0, 30.0) > WORST
     assert plant.run(20.0).over_plain(40.0) > 1.4
+
+
+@pytest.mark.parametrize("name", ["rest", "turns", "ahead", "turns 1/8", "ahead 1/2"])
+def test_a_pinned_arm_stays_whatever_it_costs(name: str) -> None:
+    arm = Arm.parse(name)
+    assert str(arm) == name
+    plant = Plant(8, in_proportion(-0.5), pinned=arm).run(30.0)
+    assert {used for _, used in plant.arms} == {arm}
+    assert not plant.governor.limited
+    assert plant.governor.reason == "the configuration has pinned it"
 
 
 def test_a_share_is_kept_where_more_would_not_pay() -> None:

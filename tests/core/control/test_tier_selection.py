@@ -61,7 +61,7 @@ def test_of_sets_that_are_alike_a_fast_one_is_chosen() -> None:
 def test_the_fastest_tiers_stay_and_the_useless_are_left_out(best: frozenset[int]) -> None:
     choice = TierSwitch()
     used = stretches(choice, dict.fromkeys((BOTH, UPPER, LOWER), 50.0) | {best: 70.0}, 2000)
-    assert used[0] == BOTH
+    assert used[:3] == [LOWER, UPPER, BOTH]  # the cheapest first
     assert set(used[:30]) == {BOTH, UPPER, LOWER}
     assert sum(now == best for now in used[1000:]) > 900
 
@@ -69,18 +69,27 @@ def test_the_fastest_tiers_stay_and_the_useless_are_left_out(best: frozenset[int
 def test_greedy_generations_and_other_tiers_are_on_their_own() -> None:
     choice = TierSwitch()
     stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 100)
-    assert choice.wanted(BOTH, greedy=True) == BOTH
-    assert choice.wanted(frozenset({0, 1, 2}), greedy=False) == {0, 1, 2}
+    assert choice.wanted(BOTH, greedy=True) == LOWER
+    assert choice.wanted(THREE, greedy=False) == {2}
     assert choice.wanted(UPPER, greedy=False) == UPPER
 
 
 def test_what_was_drafted_by_other_tiers_than_are_tried_teaches_nothing() -> None:
     choice = TierSwitch()
-    assert choice.wanted(BOTH, greedy=False) == BOTH
+    assert choice.wanted(BOTH, greedy=False) == LOWER
     for _ in range(100):
         choice.observe(BOTH, False, UPPER, 1000, 1.0)
-        choice.observe(BOTH, False, BOTH, 0, 0.0)
-    assert choice.wanted(BOTH, greedy=False) == BOTH
+        choice.observe(BOTH, False, LOWER, 0, 0.0)
+    assert choice.wanted(BOTH, greedy=False) == LOWER
+
+
+def test_a_rest_counts_in_the_heats_alone() -> None:
+    choice = TierSwitch()
+    assert choice.long_rest_s(BOTH, greedy=False) == math.inf  # not asked for yet
+    choice.wanted(BOTH, greedy=False)
+    assert choice.long_rest_s(BOTH, greedy=False) == choice.window_s(BOTH, greedy=False)
+    stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 10)
+    assert choice.long_rest_s(BOTH, greedy=False) == math.inf
 
 
 def chain(

@@ -1,0 +1,358 @@
+"""`python -m bench.calibration`: what the simulator predicts, beside what clusters of this machine do.
+
+What a simulation needs is read from clusters with one caller and no distance (`Readings`): the verifier's sweep and its
+time outside passes, the drafter's times, how often drafts are accepted, and how much a drafter slows a pass. With it
+every case is simulated, and the same load is applied to a cluster. In pinned clusters the verifier has a core of its
+own, as on two machines; in the others drafter and verifier share all cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from bench.faults import FaultProxy
+from bench.options import padded_model
+from bench.rows.cluster import BenchCluster, running
+from bench.rows.engine_time import PAGE
+from bench.rows.pinning import pinned, split_cores
+from outrider.cli.command import reported
+from outrider.cli.performance.load import Load, LoadResult, Speculation, apply_load, read_prompts
+from outrider.cli.performance.samples import Sample
+from outrider.cli.performance.simulate import simulated_phases
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
+from outrider.rpc.lifecycle import run_until_signal
+from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, TrafficPhase
+
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # by kind of text
+ANSWER = 64  # tokens
+THINK_S = 0.01  # mean of callers' pauses
+SALTS = 1000
+SLOTS = 36
+SEED = 2024
+SIMULATIONS = 5  # of each case, with different seeds
+DEPTH = 24  # ceiling on gamma, as in clusters
+BEST = 0.8  # share of the best child where steps show nothing of it
+SIBLINGS = np.array([12, 5, 3]) / 20  # of the children behind the best, their shares in what it leaves
+LEVEL, TWO_LEVELS, TEXT = 8, 16, 128  # rows of a drafter's passes that are timed
+
+
+class Machine(NamedTuple):
+    """A deployment that is read, and then simulated."""
+
+    target: int  # parameters that the target is padded to
+    drafts: str = "model"  # of the drafter
+    pinned: bool = False  # whether the verifier has a core of its own
+
+
+class Case(NamedTuple):
+    """A load that is predicted."""
+
+    machine: Machine
+    callers: int
+    round_trip_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What a simulation of a machine needs."""
+
+    deployment: Deployment
+    kinds: list[DrafterKind]
+    nearest_ms: float  # round trip between drafter and verifier where there is no distance
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A case with its speed over plain decoding."""
+
+    case: Case
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """The prediction over the measurement."""
+        return self.predicted / self.measured
+
+
+SHARED, APART = Machine(150_000_000), Machine(150_000_000, pinned=True)
+LARGE, SUFFIX = Machine(400_000_000), Machine(150_000_000, "suffix")
+CASES = (
+    *(Case(SHARED, callers) for callers in (1, 4, 16, 32)),
+    *(Case(APART, 1, round_trip_ms) for round_trip_ms in (5.0, 20.0, 50.0, 200.0)),
+    Case(APART, 4),
+    Case(LARGE, 1),
+    Case(LARGE, 4),
+    Case(SUFFIX, 1),
+)
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=1, help="Measured seconds of a row; half as many precede them.")] = 20.0,
+    repetitions: Annotated[int, typer.Option(min=1)] = 2,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
+    texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
+    save: Annotated[Path | None, typer.Option(help="JSON file for readings and outcomes.")] = None,
+    only: Annotated[list[int] | None, typer.Option(help="Numbers of cases. [default: all]")] = None,
+) -> None:
+    """Predict and measure every case."""
+    cases = [CASES[number] for number in only] if only else list(CASES)
+    outcomes: list[Outcome] = []
+    with reported():
+        run_until_signal(_Calibration(models, texts, seconds, repetitions).run(cases, outcomes, save))
+    _print(outcomes)
+    print(last_line(outcomes), flush=True)
+
+
+class _Calibration:
+    """Measures cases, machine by machine."""
+
+    def __init__(self, models: Path, texts: Path, seconds: float, repetitions: int) -> None:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+        self._prompts = [tuple(tokenizer.encode(text).ids) for _, text in read_prompts(texts, "#short")]
+        self._models = models
+        self._seconds = seconds
+        self._repetitions = repetitions
+        self._progress = Console(stderr=True, highlight=False)
+
+    async def run(self, cases: Sequence[Case], outcomes: list[Outcome], save: Path | None) -> None:
+        """Add the outcome of each case, and save all, readings included."""
+        readings: dict[Machine, Readings] = {}
+        for machine in dict.fromkeys(case.machine for case in cases):
+            async with padded_model(self._models / "target", machine.target) as target:
+                self._progress.print(f"{machine}: reading")
+                readings[machine] = await self._read(machine, target)
+                self._progress.print(f"{readings[machine]}")
+                for case in cases:
+                    if case.machine == machine:
+                        measured = await self._measure(case, target)
+                        predicted = predict(case, readings[machine], self._seconds)
+                        outcomes.append(Outcome(case, measured, predicted))
+                        self._progress.print(f"{case}: measured {measured:.2f}, predicted {predicted:.2f}")
+        if save is not None:
+            await asyncio.to_thread(save.write_text, saved(readings, outcomes) + "\n", encoding="utf-8")
+
+    async def _read(self, machine: Machine, target: Path) -> Readings:
+        """Read a machine, from clusters with one caller."""
+        kinds, first, level = [], [], []
+        async with self._cluster(machine, target) as cluster:
+            await self._apply(cluster, 1, "off")
+            described = await cluster.describe()
+            for name, temperature in TEMPERATURES.items():
+                result = await self._apply(cluster, 1, None, (temperature,))
+                prompt = round(fmean(len(tokens) + 1 for tokens in self._prompts))
+                kinds.append(kind_of(name, prompt, result.samples))
+                delays = [
+                    delta["delay_s"] for delta in (await cluster.control("verifier-0"))["arrivals"][name]["fresh"]
+                ]
+                first += delays[:1]
+                level += delays[1:]
+            passes = described.step_costs
+        level_ms, more_ms, read_ms = await self._drafter_times(machine, level)
+        deployment = Deployment(
+            pass_ms={cost.tokens: cost.microseconds / 1e3 for cost in passes},
+            slots=SLOTS,
+            level_ms=level_ms,
+            level_more_ms=more_ms,
+            read_ms=read_ms,
+            overhead_ms=described.step_times.overhead_us / 1e3,
+            contention=0.0 if machine.pinned else await self._contention(machine, target),
+        )
+        return Readings(deployment, kinds, max(0.0, 1e3 * fmean(first) - level_ms))
+
+    async def _drafter_times(self, machine: Machine, level: Sequence[float]) -> tuple[float, float, float]:
+        """Return the milliseconds of a level, of one more session's level in its pass, and of a token to read."""
+        level_ms = 1e3 * fmean(level)
+        if machine.drafts != "model":
+            return level_ms, level_ms, 0.0
+        from outrider.engine.loading import load_engine
+
+        drafter = self._models / "drafter"
+        with pinned(split_cores().others) if machine.pinned else nullcontext():
+            engine = await asyncio.to_thread(load_engine, drafter, dtype="bfloat16", threads=1, slots=2)
+            times = dict(await asyncio.to_thread(engine.measure_costs, (LEVEL, TWO_LEVELS, TEXT)))
+        more, text = times[TWO_LEVELS] - times[LEVEL], times[TEXT] - times[LEVEL]
+        return level_ms, 1e3 * max(0.0, more), 1e3 * max(0.0, text) / (TEXT - LEVEL)
+
+    async def _contention(self, machine: Machine, target: Path) -> float:
+        """Return for how long a pass waits for a core, for each second in which the drafter drafts beside it."""
+        async with self._cluster(machine, target, arm="ahead") as cluster:
+
+            async def read() -> np.ndarray[Any, Any]:
+                waited = await cluster.metric("verifier-0", "outrider_process_waited_seconds_total")
+                return np.array([waited, (await cluster.engine_time()).drafter])
+
+            await self._apply(cluster, 1, None)
+            before = await read()
+            await self._apply(cluster, 1, None)
+            waited, drafted = await read() - before
+        return float(waited / drafted) if drafted else 0.0
+
+    async def _measure(self, case: Case, target: Path) -> float:
+        """Return the goodput over plain decoding's, the median of some pairs."""
+        ratios = []
+        async with self._cluster(case.machine, target, round_trip_ms=case.round_trip_ms) as cluster:
+            for repetition in range(self._repetitions):
+                rows: list[Speculation] = ["off", None]
+                if repetition % 2:
+                    rows.reverse()
+                goodput = {
+                    row: (await self._apply(cluster, case.callers, row, seed=SEED + repetition)).goodput for row in rows
+                }
+                ratios.append(goodput[None] / goodput["off"])
+        return median(ratios)
+
+    async def _apply(
+        self,
+        cluster: BenchCluster,
+        callers: int,
+        speculation: Speculation,
+        temperatures: tuple[float, ...] = tuple(TEMPERATURES.values()),
+        seed: int = SEED,
+    ) -> LoadResult:
+        load = Load(
+            self._prompts, callers, self._seconds, self._seconds / 2, ANSWER, temperatures, THINK_S, seed, SALTS
+        )
+        return await apply_load(cluster.client, load, speculation=speculation)
+
+    @asynccontextmanager
+    async def _cluster(
+        self, machine: Machine, target: Path, *, arm: str = "measured", round_trip_ms: float = 0.0
+    ) -> AsyncIterator[BenchCluster]:
+        """Start a cluster with a proxy between drafter and verifier if they are apart."""
+        split = split_cores() if machine.pinned else None
+        async with AsyncExitStack() as stack:
+            proxy = await stack.enter_async_context(FaultProxy("", delay_s=round_trip_ms / 2e3))
+            config = ClusterConfig(
+                router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+                verifier=[
+                    parse(
+                        VerifierConfig,
+                        {
+                            "model": target,
+                            "name": "target",
+                            "threads": 1 if machine.pinned else 2,
+                            "slots": SLOTS,
+                            "arm": arm,
+                            **PAGE,
+                        },
+                        "verifier",
+                    )
+                ],
+                drafter=[
+                    parse(
+                        DrafterConfig,
+                        {
+                            "model": self._models / "drafter",
+                            "drafts": machine.drafts,
+                            "slots": SLOTS,
+                            "via": proxy.address if round_trip_ms else None,
+                            **PAGE,
+                        },
+                        "drafter",
+                    )
+                ],
+            )
+            cluster = await stack.enter_async_context(running(config, split))
+            proxy.target = cluster.verifier_address  # set before the first connection
+            if split is not None:
+                stack.enter_context(pinned(split.others))
+            yield cluster
+
+
+def kind_of(name: str, prompt: int, samples: Iterable[Sample]) -> DrafterKind:
+    """Return the kind of text whose paths survive as those of the samples did.
+
+    A path reaches depth d with a chance of a (a r)^(d - 1): the agreement a, and r, the best child's share in it. Both
+    are fitted to the steps that verified a node at d, by least squares of the logarithms.
+    """
+    depths = max(len(sample.tried_by_depth) for sample in samples)
+    reached, tried = np.zeros(depths), np.zeros(depths)
+    for sample in samples:
+        reached[: len(sample.reached_by_depth)] += sample.reached_by_depth
+        tried[: len(sample.tried_by_depth)] += sample.tried_by_depth
+    known = (reached > 0) & (tried > 0)
+    depth, chance = np.arange(depths)[known], reached[known] / tried[known]
+    agreement, best = 0.0, BEST
+    if known.any():
+        degree = min(1, len(depth) - 1)
+        *slope, constant = np.polyfit(depth, np.log(chance), degree, w=np.sqrt(reached[known]))
+        agreement = min(1.0, float(np.exp(constant)))
+        best = min(1.0, float(np.exp(slope[0])) / agreement) if slope else BEST
+    ranks = (best, *(float(share) for share in (1.0 - best) * SIBLINGS))
+    return DrafterKind(name=name, agreement=agreement, ranks=ranks, prompt=prompt, answer=ANSWER)
+
+
+def predict(case: Case, readings: Readings, seconds: float) -> float:
+    """Return the simulated goodput over that of plain decoding, the mean of some simulations."""
+    names = tuple(kind.name for kind in readings.kinds)
+    far = readings.nearest_ms + case.round_trip_ms
+    phases = [
+        TrafficPhase(seconds=lasts, kinds=names, callers=case.callers, round_trip_ms=far)
+        for lasts in (seconds / 2, seconds)
+    ]
+    scenario = Scenario(deployment=readings.deployment, kind=readings.kinds, phase=phases)
+
+    def goodput(policy: str) -> float:
+        return fmean([*simulated_phases(scenario, policy, DEPTH, seed)][-1].goodput for seed in range(SIMULATIONS))
+
+    return goodput("goodput") / goodput("off")
+
+
+def saved(readings: dict[Machine, Readings], outcomes: Iterable[Outcome]) -> str:
+    """Return the JSON of a run, from which `predict` can be repeated."""
+    machines = [
+        {
+            "machine": machine._asdict(),
+            "deployment": it.deployment.model_dump(),
+            "kinds": [kind.model_dump() for kind in it.kinds],
+            "nearest_ms": it.nearest_ms,
+        }
+        for machine, it in readings.items()
+    ]
+    return json.dumps({"machines": machines, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1)
+
+
+def last_line(outcomes: Sequence[Outcome]) -> str:
+    """Return the line for scripts: the predictions over the measurements, and the share of cases within a tenth."""
+    if not outcomes:
+        return "calibration: -"
+    ratios = [outcome.ratio for outcome in outcomes]
+    near = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    return f"calibration: least={min(ratios):.2f} most={max(ratios):.2f} within_a_tenth={near}/{len(ratios)}"
+
+
+def _print(outcomes: Iterable[Outcome]) -> None:
+    table = Table("target", "drafts", "cores", "callers", "round trip", box=SIMPLE, show_edge=False)
+    for name in ("measured", "predicted", "ratio"):
+        table.add_column(name, justify="right")
+    for it in outcomes:
+        machine = it.case.machine
+        table.add_row(
+            f"{machine.target / 1e6:.0f}M",
+            machine.drafts,
+            "one each" if machine.pinned else "shared",
+            str(it.case.callers),
+            f"{it.case.round_trip_ms:g} ms",
+            *(f"{figure:.2f}" for figure in (it.measured, it.predicted, it.ratio)),
+        )
+    Console(highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
