@@ -60,19 +60,22 @@ class TierWindow:
         self.used = used
         self.tokens = 0  # of the steps that they drafted for
         self.seconds = 0.0
-        self.rested_tokens = 0  # of the steps since then for which drafters rested
+        self.rested_tokens = 0  # of the steps since then for which they rested, if they have drafted at all
         self.rested_s = 0.0
         self._steps, self._drafted = 0, 0  # since the tiers changed or drafters rested
+        self._tried = False  # whether they have drafted at all
         self._last: float | None = None  # when the last step ended
 
     def observe(self, tokens: int, now: float, *, drafted: bool, resting: bool) -> None:
         """Add a step that committed so many tokens, with or without drafts."""
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
+        self._tried |= drafted
         if resting:
             self._steps, self._drafted = 0, 0
-            self.rested_tokens += tokens
-            self.rested_s += seconds
+            if self._tried:
+                self.rested_tokens += tokens
+                self.rested_s += seconds
             return
         self.rested_tokens, self.rested_s = 0, 0.0
         self._steps += 1
@@ -81,10 +84,11 @@ class TierWindow:
             self.tokens += tokens
             self.seconds += seconds
 
-    def take(self, long_rest_s: float) -> tuple[int, float]:
-        """Return the tokens and the seconds since the last call. A long rest counts instead of the steps before it."""
+    def take(self, long_rest_s: float) -> tuple[int, float, bool]:
+        """Return the tokens and the seconds since the last call, and whether they are those of a rest. A long rest
+        counts instead of the steps before it."""
         rested = self.rested_s >= long_rest_s
-        figures = (self.rested_tokens, self.rested_s) if rested else (self.tokens, self.seconds)
+        figures = (self.rested_tokens, self.rested_s, True) if rested else (self.tokens, self.seconds, False)
         self.tokens, self.seconds, self.rested_tokens, self.rested_s = 0, 0.0, 0, 0.0
         return figures
 
@@ -201,8 +205,8 @@ class DrafterSet:
     def _report_tier_rate(self) -> None:
         """Report to the tier selection how fast the present tiers were."""
         window, greedy = self._tier_window, self._assignment.greedy
-        tokens, seconds = window.take(self._tiers.long_rest_s(window.present, greedy))
-        self._tiers.observe(window.present, greedy, window.used, tokens, seconds)
+        tokens, seconds, rested = window.take(self._tiers.long_rest_s(window.present, greedy))
+        self._tiers.observe(window.present, greedy, window.used, tokens, seconds, rested=rested)
 
     async def _detach_after_work(self) -> None:
         # An Attach on its way could overtake our Detach.

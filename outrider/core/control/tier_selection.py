@@ -41,12 +41,13 @@ class TierSelector:
     the others are tried again for a small share of the time. An observation is a time window, not a step.
 
     It begins with heats: each arm has a window, and each that was not clearly slower than the fastest has another one,
-    until one is left, or HEATS are over. So three tiers, seven sets, are settled after some ten short windows.
+    until one is left, or HEATS are over. So three tiers, seven sets, are settled after some ten short windows; earlier
+    where an arm uses up the verifier's delay budget, and some other is known to pay.
     """
 
     HEATS = 2
     FINALISTS = 3  # arms of all heats but the first, at most
-    HEAT_S, WINDOW_S = 0.5, 2.0  # of a window in a heat, and later
+    HEAT_S, WINDOW_S = 0.4, 2.0  # of a window in a heat, and later
     PROOF = (1, 4)  # windows of a trial: at least, and at most
     CLEAR = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
     ENOUGH = 400  # work since the change, for example tokens, from which the smaller number of windows suffices
@@ -69,12 +70,15 @@ class TierSelector:
 
     @property
     def long_rest_s(self) -> float:
-        """The seconds of a rest of the drafters after which another arm has its turn. In the heats a rest shows what an
-        arm brings, too: the verifier has found that it brings nothing."""
-        return math.inf if self._settled else self.HEAT_S
+        """The seconds of a rest of the drafters that count as a window. While an arm is tried, a rest shows what it
+        brings, too: the verifier has found that it brings nothing."""
+        return math.inf if self._settled and self.arm == self._kept else self.window_s
 
-    def observe(self, done: float, seconds: float) -> None:
-        """Record a window of `seconds` in which `done` tokens were committed. May change the arm."""
+    def observe(self, done: float, seconds: float, *, rested: bool = False) -> None:
+        """Record a window of `seconds` in which `done` tokens were committed. May change the arm.
+
+        `rested`: the drafters had drafted before, and rested in it.
+        """
         self._done += done
         self._seconds += seconds
         self._windows += 1
@@ -82,6 +86,8 @@ class TierSelector:
         for arm in self._due:
             self._due[arm] -= seconds
         if not self._settled:
+            if rested:
+                self._give_up(done / seconds)
             if self._seconds >= self.HEAT_S:
                 self._next_in_heat()
             return
@@ -114,6 +120,18 @@ class TierSelector:
     def _settled(self) -> bool:
         return self._heats >= self.HEATS
 
+    def _give_up(self, plain: float) -> None:
+        """Take account of an arm that has used up the verifier's delay budget, so that plain decoding is in force.
+
+        Another such arm would cost seconds of it. So the heats are over if some arm was clearly faster than plain
+        decoding; if none was, arms with the same first tier, which drafts for the target, have no turn.
+        """
+        if max(speed.ratio for speed in self._speeds.values()) >= self.CLEAR * plain:
+            self._heats = self.HEATS - 1
+            self._heat.clear()
+        else:
+            self._heat = deque(arm for arm in self._heat if min(arm) != min(self.arm))
+
     def _next_in_heat(self) -> None:
         """Go on to the next arm of the heat; behind the last one, to the next heat, or to the fastest arm."""
         if not self._heat:
@@ -138,10 +156,10 @@ class TierSelector:
 
     def _select_arm(self) -> None:
         if self.arm == self._kept:
-            due = [arm for arm in self._due if arm != self.arm and self._due[arm] <= 0.0]
-            if due:
-                self._speeds[due[0]] = Speed()
-                self._follow(due[0])
+            due = min((arm for arm in self._due if arm != self.arm), key=lambda arm: self._due[arm])
+            if self._due[due] <= 0.0:
+                self._speeds[due] = Speed()
+                self._follow(due)
             return
         loser, winner = sorted((self.arm, self._kept), key=lambda arm: self._speeds[arm].ratio)
         usual = self._speeds[self._kept].ratio
@@ -192,18 +210,23 @@ class TierSwitch:
             for (present, greedy), selector in tuple(self._selectors.items())
         ]
 
-    def observe(self, present: Tiers, greedy: bool, used: Tiers, tokens: int, seconds: float) -> None:
-        """Record a time window of a generation: with the tiers `used`, `tokens` tokens took `seconds` seconds."""
+    def observe(
+        self, present: Tiers, greedy: bool, used: Tiers, tokens: int, seconds: float, *, rested: bool = False
+    ) -> None:
+        """Record a time window of a generation: with the tiers `used`, `tokens` tokens took `seconds` seconds, in which
+        their drafters rested or not."""
         selector = self._selectors.get((present, greedy))
         if selector is not None and used == selector.arm and tokens:
-            selector.observe(tokens, seconds)
+            selector.observe(tokens, seconds, rested=rested)
 
 
 def _sets(present: Tiers) -> list[Tiers]:
-    """Return the sets of tiers to try, the cheapest first: few tiers, and those with high numbers.
+    """Return the sets of tiers to try, in the order of the first heat.
 
-    A set that costs more than it brings uses up the verifier's delay budget, and gains refill it.
+    A set that costs more than it brings uses up the verifier's delay budget, and gains refill it. So those are first
+    whose first tier is small (a high number) and has tiers below it; the lowest tier alone, mostly a lookup, is last.
     """
     count = len(present)
-    sizes = range(1, count + 1) if count <= ALL_SETS else (1, count - 1, count)
-    return [frozenset(some) for size in sizes for some in combinations(sorted(present, reverse=True), size)]
+    sizes = range(count, 0, -1) if count <= ALL_SETS else (count, count - 1, 1)
+    sets = [frozenset(some) for size in sizes for some in combinations(sorted(present), size)]
+    return sorted(sets, key=lambda some: -1 if min(some) == max(present) else min(some), reverse=True)

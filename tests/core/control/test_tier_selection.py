@@ -61,7 +61,7 @@ def test_of_sets_that_are_alike_a_fast_one_is_chosen() -> None:
 def test_the_fastest_tiers_stay_and_the_useless_are_left_out(best: frozenset[int]) -> None:
     choice = TierSwitch()
     used = stretches(choice, dict.fromkeys((BOTH, UPPER, LOWER), 50.0) | {best: 70.0}, 2000)
-    assert used[:3] == [LOWER, UPPER, BOTH]  # the cheapest first
+    assert used[:3] == [BOTH, UPPER, LOWER]
     assert set(used[:30]) == {BOTH, UPPER, LOWER}
     assert sum(now == best for now in used[1000:]) > 900
 
@@ -69,27 +69,57 @@ def test_the_fastest_tiers_stay_and_the_useless_are_left_out(best: frozenset[int
 def test_greedy_generations_and_other_tiers_are_on_their_own() -> None:
     choice = TierSwitch()
     stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 100)
-    assert choice.wanted(BOTH, greedy=True) == LOWER
-    assert choice.wanted(THREE, greedy=False) == {2}
+    assert choice.wanted(BOTH, greedy=True) == BOTH
+    assert choice.wanted(THREE, greedy=False) == {1, 2}
     assert choice.wanted(UPPER, greedy=False) == UPPER
 
 
 def test_what_was_drafted_by_other_tiers_than_are_tried_teaches_nothing() -> None:
     choice = TierSwitch()
-    assert choice.wanted(BOTH, greedy=False) == LOWER
+    assert choice.wanted(BOTH, greedy=False) == BOTH
     for _ in range(100):
         choice.observe(BOTH, False, UPPER, 1000, 1.0)
-        choice.observe(BOTH, False, LOWER, 0, 0.0)
-    assert choice.wanted(BOTH, greedy=False) == LOWER
+        choice.observe(BOTH, False, BOTH, 0, 0.0)
+    assert choice.wanted(BOTH, greedy=False) == BOTH
 
 
-def test_a_rest_counts_in_the_heats_alone() -> None:
+def heat(choice: TierSwitch, speed: float, *, rested: bool = False) -> frozenset[int]:
+    """Measure a window of the three tiers' heat, and return the set that it was measured for."""
+    now = choice.wanted(THREE, greedy=False)
+    choice.observe(THREE, False, now, round(10 * speed), 10.0, rested=rested)
+    return now
+
+
+def test_a_set_without_which_plain_decoding_is_faster_ends_the_heats_if_another_one_pays() -> None:
+    choice = TierSwitch()
+    assert [heat(choice, speed) for speed in (40.0, 60.0)] == [{1, 2}, {1}]
+    assert heat(choice, 30.0, rested=True) == THREE
+    assert choice.estimates()[0]["settled"]
+    assert choice.wanted(THREE, greedy=False) == {1}
+    tried = [heat(choice, 60.0) for _ in range(200)]
+    assert set(tried) == {frozenset(some) for size in (1, 2, 3) for some in combinations(range(3), size)}
+
+
+def test_where_none_pays_sets_with_another_first_tier_have_their_turn() -> None:
+    choice = TierSwitch()
+    tried = []
+    while not (choice.estimates() and choice.estimates()[0]["settled"]):
+        tried.append(heat(choice, 30.0, rested=True))
+    assert tried[:3] == [{1, 2}, {0, 1, 2}, {2}]
+
+
+def test_a_rest_counts_while_a_set_is_tried() -> None:
     choice = TierSwitch()
     assert choice.long_rest_s(BOTH, greedy=False) == math.inf  # not asked for yet
     choice.wanted(BOTH, greedy=False)
     assert choice.long_rest_s(BOTH, greedy=False) == choice.window_s(BOTH, greedy=False)
-    stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 10)
-    assert choice.long_rest_s(BOTH, greedy=False) == math.inf
+    for _ in range(100):
+        (now,) = stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 1)
+        following = choice.wanted(BOTH, greedy=False)
+        if now == following == UPPER and choice.estimates()[0]["settled"]:
+            assert choice.long_rest_s(BOTH, greedy=False) == math.inf
+        else:
+            assert following == UPPER or choice.long_rest_s(BOTH, greedy=False) < math.inf
 
 
 def chain(

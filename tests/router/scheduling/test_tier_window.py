@@ -61,16 +61,22 @@ def test_a_rest_takes_no_time_from_the_window() -> None:
 def test_what_is_taken_begins_anew_without_settling_again() -> None:
     steps = Steps()
     steps.take([True] * (DRAFTED_FIRST + 2))
-    assert steps.window.take(math.inf) == (2, pytest.approx(2 * STEP_S))
+    assert steps.window.take(math.inf) == (2, pytest.approx(2 * STEP_S), False)
     steps.take([True] * 3)
-    assert steps.window.take(math.inf) == (3, pytest.approx(3 * STEP_S))
-    assert steps.window.take(math.inf) == (0, 0.0)
+    assert steps.window.take(math.inf) == (3, pytest.approx(3 * STEP_S), False)
+    assert steps.window.take(math.inf) == (0, 0.0, False)
 
 
 def test_a_long_rest_counts_instead_of_what_was_drafted_before() -> None:
     steps = Steps()
     steps.take([True] * (DRAFTED_FIRST + 2))
     steps.take([False] * 10, resting=True)
-    assert steps.window.take(0.5) == (10, pytest.approx(10 * STEP_S))
+    assert steps.window.take(0.5) == (10, pytest.approx(10 * STEP_S), True)
     steps.take([False] * 3, resting=True)
-    assert steps.window.take(0.5) == (0, 0.0)
+    assert steps.window.take(0.5) == (0, 0.0, False)
+
+
+def test_a_rest_before_the_tiers_have_drafted_shows_nothing_of_them() -> None:
+    steps = Steps()
+    steps.take([False] * 20, resting=True)
+    assert steps.window.take(0.5) == (0, 0.0, False)
