@@ -4,6 +4,9 @@ What a simulation needs is read from clusters with one caller and no distance (`
 time outside passes, the drafter's times, how often drafts are accepted, and how much a drafter slows a pass. With it
 every case is simulated, and the same load is applied to a cluster. In pinned clusters the verifier has a core of its
 own, as on two machines; in the others drafter and verifier share all cores.
+
+All is drawn at T = 1: greedy, the small models loop, and drafters copy what repeats without a pass of theirs, which the
+simulator does not model.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
@@ -36,7 +39,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.rpc.lifecycle import run_until_signal
 from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, TrafficPhase
 
-TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # by kind of text
+TEMPERATURES = (1.0,)
 ANSWER = 64  # tokens
 THINK_S = 0.01  # mean of callers' pauses
 SALTS = 1000
@@ -70,7 +73,7 @@ class Readings:
     """What a simulation of a machine needs."""
 
     deployment: Deployment
-    kinds: list[DrafterKind]
+    kind: DrafterKind
     nearest_ms: float  # round trip between drafter and verifier where there is no distance
 
 
@@ -141,7 +144,7 @@ class _Calibration:
                 for case in cases:
                     if case.machine == machine:
                         measured = await self._measure(case, target)
-                        predicted = predict(case, readings[machine], self._seconds)
+                        predicted = predict(case, readings[machine], self._seconds, self._repetitions)
                         outcomes.append(Outcome(case, measured, predicted))
                         self._progress.print(f"{case}: measured {measured:.2f}, predicted {predicted:.2f}")
         if save is not None:
@@ -149,37 +152,36 @@ class _Calibration:
 
     async def _read(self, machine: Machine, target: Path) -> Readings:
         """Read a machine, from clusters with one caller."""
-        kinds, first, level = [], [], []
         async with self._cluster(machine, target) as cluster:
             await self._apply(cluster, 1, "off")
             described = await cluster.describe()
-            for name, temperature in TEMPERATURES.items():
-                result = await self._apply(cluster, 1, None, (temperature,))
-                prompt = round(fmean(len(tokens) + 1 for tokens in self._prompts))
-                kinds.append(kind_of(name, prompt, result.samples))
-                delays = [
-                    delta["delay_s"] for delta in (await cluster.control("verifier-0"))["arrivals"][name]["fresh"]
-                ]
-                first += delays[:1]
-                level += delays[1:]
-            passes = described.step_costs
-        level_ms, more_ms, read_ms = await self._drafter_times(machine, level)
+            result = await self._apply(cluster, 1, None)
+            drafted = await cluster.describe()
+            (first, *level) = (
+                1e3 * delta["delay_s"]
+                for delta in (await cluster.control("verifier-0"))["arrivals"]["sampled"]["fresh"]
+            )
+        prompt = round(fmean(len(tokens) + 1 for tokens in self._prompts))
+        level_ms = median(level)
+        more_ms, read_ms = await self._drafter_times(machine)
+        pass_ms = {cost.tokens: cost.microseconds / 1e3 for cost in described.step_costs}
         deployment = Deployment(
-            pass_ms={cost.tokens: cost.microseconds / 1e3 for cost in passes},
+            pass_ms=pass_ms,
             slots=SLOTS,
             level_ms=level_ms,
-            level_more_ms=more_ms,
+            level_more_ms=level_ms if more_ms is None else more_ms,
             read_ms=read_ms,
             overhead_ms=described.step_times.overhead_us / 1e3,
-            contention=0.0 if machine.pinned else await self._contention(machine, target),
+            trees_ms=max(0.0, (drafted.step_times.overhead_us - described.step_times.overhead_us) / 1e3),
+            contention=0.0 if machine.pinned else await self._contention(machine, target, pass_ms),
         )
-        return Readings(deployment, kinds, max(0.0, 1e3 * fmean(first) - level_ms))
+        return Readings(deployment, kind_of("sampled", prompt, result.samples), max(0.0, first - level_ms))
 
-    async def _drafter_times(self, machine: Machine, level: Sequence[float]) -> tuple[float, float, float]:
-        """Return the milliseconds of a level, of one more session's level in its pass, and of a token to read."""
-        level_ms = 1e3 * fmean(level)
+    async def _drafter_times(self, machine: Machine) -> tuple[float | None, float]:
+        """Return the milliseconds of one more session's level in a drafter's pass, and of a token to read. None: each
+        session's level is worked on alone."""
         if machine.drafts != "model":
-            return level_ms, level_ms, 0.0
+            return None, 0.0
         from outrider.engine.loading import load_engine
 
         drafter = self._models / "drafter"
@@ -187,21 +189,24 @@ class _Calibration:
             engine = await asyncio.to_thread(load_engine, drafter, dtype="bfloat16", threads=1, slots=2)
             times = dict(await asyncio.to_thread(engine.measure_costs, (LEVEL, TWO_LEVELS, TEXT)))
         more, text = times[TWO_LEVELS] - times[LEVEL], times[TEXT] - times[LEVEL]
-        return level_ms, 1e3 * max(0.0, more), 1e3 * max(0.0, text) / (TEXT - LEVEL)
+        return 1e3 * max(0.0, more), 1e3 * max(0.0, text) / (TEXT - LEVEL)
 
-    async def _contention(self, machine: Machine, target: Path) -> float:
-        """Return for how long a pass waits for a core, for each second in which the drafter drafts beside it."""
+    async def _contention(self, machine: Machine, target: Path, pass_ms: dict[int, float]) -> float:
+        """Return how much longer a pass becomes, for each second that the drafter drafts beside it."""
+        names = ("outrider_step_forward_seconds_sum", "outrider_steps_total", "outrider_step_rows_total")
         async with self._cluster(machine, target, arm="ahead") as cluster:
 
-            async def read() -> np.ndarray[Any, Any]:
-                waited = await cluster.metric("verifier-0", "outrider_process_waited_seconds_total")
-                return np.array([waited, (await cluster.engine_time()).drafter])
+            async def read() -> list[float]:
+                return [await cluster.metric("verifier-0", name) for name in names] + [
+                    (await cluster.engine_time()).drafter
+                ]
 
             await self._apply(cluster, 1, None)
             before = await read()
             await self._apply(cluster, 1, None)
-            waited, drafted = await read() - before
-        return float(waited / drafted) if drafted else 0.0
+            passes, steps, rows, drafted = (now - then for now, then in zip(await read(), before, strict=True))
+        alone = steps * float(np.interp(rows / steps, [*pass_ms], [*pass_ms.values()])) / 1e3
+        return max(0.0, passes - alone) / drafted if drafted else 0.0
 
     async def _measure(self, case: Case, target: Path) -> float:
         """Return the goodput over plain decoding's, the median of some pairs."""
@@ -222,11 +227,10 @@ class _Calibration:
         cluster: BenchCluster,
         callers: int,
         speculation: Speculation,
-        temperatures: tuple[float, ...] = tuple(TEMPERATURES.values()),
         seed: int = SEED,
     ) -> LoadResult:
         load = Load(
-            self._prompts, callers, self._seconds, self._seconds / 2, ANSWER, temperatures, THINK_S, seed, SALTS
+            self._prompts, callers, self._seconds, self._seconds / 2, ANSWER, TEMPERATURES, THINK_S, seed, SALTS
         )
         return await apply_load(cluster.client, load, speculation=speculation)
 
@@ -298,18 +302,19 @@ def kind_of(name: str, prompt: int, samples: Iterable[Sample]) -> DrafterKind:
     return DrafterKind(name=name, agreement=agreement, ranks=ranks, prompt=prompt, answer=ANSWER)
 
 
-def predict(case: Case, readings: Readings, seconds: float) -> float:
+def predict(case: Case, readings: Readings, seconds: float, repetitions: int) -> float:
     """Return the simulated goodput over that of plain decoding, the mean of some simulations."""
-    names = tuple(kind.name for kind in readings.kinds)
+    kind = readings.kind
     far = readings.nearest_ms + case.round_trip_ms
     phases = [
-        TrafficPhase(seconds=lasts, kinds=names, callers=case.callers, round_trip_ms=far)
-        for lasts in (seconds / 2, seconds)
+        TrafficPhase(seconds=lasts, kinds=(kind.name,), callers=case.callers, round_trip_ms=far)
+        for lasts in (seconds / 2, seconds) * repetitions
     ]
-    scenario = Scenario(deployment=readings.deployment, kind=readings.kinds, phase=phases)
+    scenario = Scenario(deployment=readings.deployment, kind=[kind], phase=phases)
 
     def goodput(policy: str) -> float:
-        return fmean([*simulated_phases(scenario, policy, DEPTH, seed)][-1].goodput for seed in range(SIMULATIONS))
+        runs = ([*simulated_phases(scenario, policy, DEPTH, seed)] for seed in range(SIMULATIONS))
+        return fmean(phase.goodput for run in runs for phase in run[1::2])
 
     return goodput("goodput") / goodput("off")
 
@@ -320,7 +325,7 @@ def saved(readings: dict[Machine, Readings], outcomes: Iterable[Outcome]) -> str
         {
             "machine": machine._asdict(),
             "deployment": it.deployment.model_dump(),
-            "kinds": [kind.model_dump() for kind in it.kinds],
+            "kind": it.kind.model_dump(),
             "nearest_ms": it.nearest_ms,
         }
         for machine, it in readings.items()

@@ -128,7 +128,7 @@ class SimulatedVerifier:
         """End a pass as much later as drafters have slowed it. They had worked for `drafted` seconds when it began."""
         deployment = self.cluster.deployment
         stolen = deployment.contention * min(step.seconds, self.cluster.drafted_s - drafted)
-        overhead = deployment.overhead_ms / 1e3
+        overhead = (deployment.overhead_ms + deployment.trees_ms * any(step.nodes)) / 1e3
         self._cost.observe_overhead(len(step.deciding) + len(step.reading), overhead)
         self.cluster.clock.after(stolen + overhead, lambda: self._commit(step))
 

@@ -11,7 +11,7 @@ from bench.calibration import APART, CASES, Case, Outcome, Readings, kind_of, la
 from outrider.cli.performance.samples import Sample
 from outrider.simulation.deployment import Deployment, DrafterKind
 
-READINGS = Readings(Deployment(level_ms=1.0, overhead_ms=1.0), [DrafterKind(name="greedy", agreement=0.8)], 0.5)
+READINGS = Readings(Deployment(level_ms=1.0, overhead_ms=1.0), DrafterKind(name="sampled", agreement=0.8), 0.5)
 
 
 def drawn(agreement: float, best: float, depth: int, steps: int) -> Sample:
@@ -46,7 +46,7 @@ def test_a_kind_whose_drafts_are_always_accepted_has_one_child_that_is_right() -
 
 
 def test_a_prediction_falls_with_distance() -> None:
-    near, far = (predict(Case(APART, 1, round_trip_ms), READINGS, 10.0) for round_trip_ms in (0.0, 100.0))
+    near, far = (predict(Case(APART, 1, round_trip_ms), READINGS, 10.0, 1) for round_trip_ms in (0.0, 100.0))
     assert near > 1.5 > far
 
 
@@ -56,7 +56,7 @@ def test_what_is_saved_suffices_to_predict_again() -> None:
     (machine,) = loaded["machines"]
     again = Readings(
         Deployment.model_validate(machine["deployment"]),
-        [DrafterKind.model_validate(kind) for kind in machine["kinds"]],
+        DrafterKind.model_validate(machine["kind"]),
         machine["nearest_ms"],
     )
     assert again == READINGS
