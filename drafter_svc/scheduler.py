@@ -383,7 +383,7 @@ class DraftScheduler:
 
     async def _forward(self, parts: Sequence[LevelPart]) -> Logits:
         """Runs the packed pass; prepares noise, fits scores and reads long texts meanwhile."""
-        draws = [part.session.draw if self._engine.samples else None for part in parts]
+        draws = [part.session.draw(self._engine) for part in parts]
         segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
         began = time.monotonic()
         self.progress.begin()

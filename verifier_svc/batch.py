@@ -18,6 +18,7 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import SHARED_NOISE, StepReport
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
+from outrider.engine.engine import Traits
 from outrider.engine.logits import Logits
 from outrider.engine.masks import tree_mask
 from verifier_svc.session import VerifierSession
@@ -56,11 +57,13 @@ class SessionWork:
         """Number of logit rows: one after the root, one for each node, one for each row of the window."""
         return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else 0
 
-    @property
-    def draw(self) -> Draw | None:
-        """How an engine may draw the session's tokens; None where a rule other than shared noise decides."""
+    def draw(self, engine: Traits) -> Draw | None:
+        """Return how an engine draws the session's tokens; None where it cannot, or another rule than shared noise
+        decides."""
         session = self.session
-        return session.sampler.draw if self.chooses and session.contract.rule == SHARED_NOISE else None
+        if not (engine.samples and self.chooses and session.contract.rule == SHARED_NOISE):
+            return None
+        return session.sampler.draw(restricts=engine.restricts)
 
     def segment(self) -> Segment:
         """Return the rows of the packed pass: the pending tokens as a chain, then nodes and window with their
@@ -167,10 +170,10 @@ def step_report(
     )
 
 
-def make_noise(step: StepBatch, *, sampled_by_engine: bool) -> None:
-    """Prepare the noise that the walk may need, beyond that of rows that the engine samples itself."""
-    for work in step.works:
-        if work.chooses and not (sampled_by_engine and work.draw):
+def make_noise(step: StepBatch, draws: Sequence[Draw | None]) -> None:
+    """Prepare the noise that the walk may need. `draws`: of the works whose tokens the engine draws itself."""
+    for work, draw in zip(step.works, draws, strict=True):
+        if work.chooses and draw is None:
             length = len(work.session.tokens)
             after = [length, *(node.position + 1 for node in work.nodes), length + work.window.depth]
             for position in range(length, max(after) + 1):

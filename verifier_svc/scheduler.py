@@ -28,6 +28,7 @@ from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace
 from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import OFF, Contract
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.node import Node
@@ -347,11 +348,11 @@ class StepScheduler:
     async def _forward(self, step: StepBatch) -> Logits:
         """Runs the packed pass, and computes the noise meanwhile. Returns the logits."""
         segments = [work.segment() for work in step.works]
-        draws = [work.draw if self._engine.samples else None for work in step.works]
+        draws = [work.draw(self._engine) for work in step.works]
         began = time.monotonic()
         self.progress.begin()
         self._in_pass = step.sessions
-        logits = await self._executor.sample(segments, draws, partial(self._meanwhile, step))
+        logits = await self._executor.sample(segments, draws, partial(self._meanwhile, step, draws))
         before, self._pass_ended = self._pass_ended, time.monotonic()
         self._in_pass = ()
         step.began, step.seconds = began, self._pass_ended - began
@@ -363,12 +364,12 @@ class StepScheduler:
         self.cost.observe(step.tokens, step.seconds)
         return logits
 
-    def _meanwhile(self, step: StepBatch) -> None:
+    def _meanwhile(self, step: StepBatch, draws: Sequence[Draw | None]) -> None:
         """While the pass runs: pauses the drafters that alternate with it, and computes the noise."""
         for session in step.sessions:
             if session.terms.overlap_mode is OverlapMode.TURNS and session.drafting:
                 self._pause(session)
-        make_noise(step, sampled_by_engine=self._engine.samples)
+        make_noise(step, draws)
 
     def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
         """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""

@@ -17,6 +17,7 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
+from outrider.engine.engine import Traits
 from outrider.engine.logits import LogitsRow
 from outrider.engine.masks import path_mask
 
@@ -129,9 +130,8 @@ class DraftSession(Mirror, ABC):
     def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
         """Proposes the children of `nodes` from the draft's logits after each. Returns the new nodes as a delta."""
 
-    @property
-    def draw(self) -> Draw | None:
-        """How an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
+    def draw(self, engine: Traits) -> Draw | None:
+        """Return how an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
         return None
 
     def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:

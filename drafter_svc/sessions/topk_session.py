@@ -16,6 +16,7 @@ from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
+from outrider.engine.engine import Traits
 from outrider.engine.logits import LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds
@@ -50,10 +51,9 @@ class TopKSession(DraftSession):
         self._observations: list[tuple[Candidates | None, int, Hint | None]] = []  # with the target's token
         self.read_on(READ_AT_ONCE)
 
-    @property
-    def draw(self) -> Draw | None:
-        """The target's own draw, where its noise is shared."""
-        return self.sampler.draw if self._shared else None
+    def draw(self, engine: Traits) -> Draw | None:
+        """Return the target's own draw, where its noise is shared and the engine can take it."""
+        return self.sampler.draw(restricts=engine.restricts) if self._shared and engine.samples else None
 
     @property
     def behind(self) -> bool:

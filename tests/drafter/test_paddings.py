@@ -198,7 +198,9 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
             segment, nodes = chosen
             session.advance(segment, nodes)
             logits = (
-                engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
+                engine.sample([segment], [session.draw(engine)], CANDIDATES)
+                if ranks
+                else HostLogits(engine.forward([segment]))
             )
             deltas[ranks].append(session.expand(nodes, logits_rows(logits, 0, len(nodes)), fits))
     assert [delta.tokens for delta in deltas[True]] == [delta.tokens for delta in deltas[False]]

@@ -53,7 +53,9 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
         segment, nodes = chosen
         session.advance(segment, nodes)
         logits = (
-            engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
+            engine.sample([segment], [session.draw(engine)], CANDIDATES)
+            if ranks
+            else HostLogits(engine.forward([segment]))
         )
         delta = session.expand(nodes, logits_rows(logits, 0, len(nodes)), fits)
         sent.append((delta.tokens, delta.edges))
@@ -71,7 +73,8 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
     [
         ({"temperature": 0.0}, False),
         ({"temperature": 0.8}, False),
-        ({"temperature": 1.0, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "top_p": 0.9}, False),
+        ({"temperature": 1.0, "top_k": 5, "logit_bias": {3: 2.0}, "banned_ids": (4,)}, False),
         ({"temperature": 1.0, "presence_penalty": 0.5}, True),
     ],
 )

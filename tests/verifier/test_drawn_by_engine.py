@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
+from outrider.engine.engine import Traits
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import ConfigError
@@ -32,11 +34,19 @@ from verifier_svc.session import SessionStart, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, wait_us=0)
 TEXT = (1, 2, 3, 1, 2, 3, 1)
-PLAIN: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "choice": 3}, {"temperature": 1.0}]
+PLAIN: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "choice": 3},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.02, "logit_bias": {3: 2.0}, "banned_ids": (1,)},
+    {"temperature": 0.0, "allowed_ids": (2, 3, 4)},
+    {"temperature": 1.0, "logprobs": 2},
+]
 OTHERS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 9, "presence_penalty": 0.5},
     {"temperature": 0.9, "min_tokens": 20, "stop_ids": (3,)},
-    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "logprobs": 2, "repetition_penalty": 1.1},
     {"temperature": 1.0, "rule": "speculative-sampling"},
 ]
 
@@ -86,7 +96,7 @@ async def generated(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Ch
 async def test_texts_gaps_and_logprobs_are_the_same_whether_the_engine_or_the_sampler_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 8}
+    loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 12}
     expected, chosen, _ = await generated(Undrawing.load(folder, **loading))
     here: set[int] = set()
     choose = Sampler.choose
@@ -116,13 +126,16 @@ def test_noise_is_not_computed_twice() -> None:
     contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
     sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
     works = [SessionWork(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
-    for draws in (True, False):
-        make_noise(StepBatch(works, 0.0), sampled_by_engine=draws)
+    engine = cast(Traits, SimpleNamespace(samples=True, restricts=False))
+    drawn, none = [work.draw(engine) for work in works], [None, None]
+    assert [draw is None for draw in drawn] == [False, True]
+    for draws in (drawn, none):
+        make_noise(StepBatch(works, 0.0), draws)
         assert not any(session.sampler._noise._rows for session in sessions)
     for session in sessions:
         session.sampler._compiled = None
-    for draws, expected in ((True, [False, True]), (False, [True, True])):
-        make_noise(StepBatch(works, 0.0), sampled_by_engine=draws)
+    for draws, expected in ((drawn, [False, True]), (none, [True, True])):
+        make_noise(StepBatch(works, 0.0), draws)
         assert [bool(session.sampler._noise._rows) for session in sessions] == expected
 
 

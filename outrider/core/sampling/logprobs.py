@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.compiled import log_total
+from outrider.core.sampling.filters import FloatRow
 
 _ENTRY = np.dtype([("id", "<u4"), ("logprob", "<f4")])
 
@@ -35,11 +36,19 @@ def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
     The entry has `alternatives` alternatives; where the vocabulary is smaller, the rest has log-probability -inf.
     """
     best, scores, total = log_total(logits, min(alternatives, logits.size))
+    return packed(float(logits[token]), best, scores, total, alternatives)
+
+
+def packed(logit: float, best: NDArray[np.int64], scores: FloatRow, total: float, alternatives: int) -> bytes:
+    """Return the entry of a token with this logit. `best`, `scores`: the likeliest tokens and their logits.
+
+    `total`: the logarithm of the sum of exp(logits).
+    """
     top = np.zeros(alternatives, _ENTRY)
     top["logprob"] = -np.inf
     top["id"][: best.size] = best
     top["logprob"][: best.size] = scores - total
-    return np.float32(logits[token] - total).tobytes() + top.tobytes()
+    return np.float32(logit - total).tobytes() + top.tobytes()
 
 
 def narrowed(blob: bytes, held: int, wanted: int | None) -> bytes:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.sampling.restriction import Restriction
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import MASK, PHI, mix64
 
@@ -22,10 +23,11 @@ _LARGEST_U = 1.0 - 2.0**-24  # bounds the noise from below at about -2.8
 
 
 class Draw(NamedTuple):
-    """How a generation without penalties, filters or bans draws tokens: the first with the largest log p / T + g."""
+    """How a generation draws tokens: of those that it may choose, the first with the largest log p / T + g."""
 
     base: int  # 64 bits, from which the generation's noise keys are made
     temperature: float  # 0: greedy, without noise
+    restriction: Restriction | None = None  # None: all tokens, as the model weighs them
 
 
 def generation_base(seed: int, choice: int) -> int:

@@ -16,6 +16,7 @@ from outrider.core.sampling.compiled import compiled_sampler
 from outrider.core.sampling.filters import FloatRow, History, best_of, ids_within, keep_sampled, penalize
 from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw, NoiseRows, generation_base
+from outrider.core.sampling.restriction import Restriction
 from outrider.core.session.contract import Contract
 
 
@@ -56,13 +57,16 @@ class Sampler:
         self._bias = np.array([by for _, by in contract.logit_bias])[: self._biased.size]  # in the order of the ids
         self._stops = ids_within(contract.stop_ids, vocabulary)
         self._banned = self._forbidden_ids(vocabulary)
-        plain = not (contract.restricts or contract.logprobs is not None or (contract.cuts and not contract.greedy))
-        self._draw = Draw(generation_base(contract.seed, contract.choice), contract.temperature) if plain else None
+        restriction = Restriction.of(contract, vocabulary)
+        base = generation_base(contract.seed, contract.choice)
+        self._draw = None if contract.penalizes else Draw(base, contract.temperature, restriction)
 
-    @property
-    def draw(self) -> Draw | None:
-        """What `choose` needs beside the logits, where base and temperature suffice; None where it needs more."""
-        return None if self._stops.size and self._length < self._first_stop else self._draw
+    def draw(self, *, restricts: bool) -> Draw | None:
+        """Return what `choose` needs beside the logits; None where it needs more than an engine can take, with
+        `restricts` one that takes restrictions."""
+        if self._draw is None or (self._stops.size and self._length < self._first_stop):
+            return None
+        return self._draw if restricts or self._draw.restriction is None else None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""

@@ -46,6 +46,9 @@ from outrider.engine.device.input_buffers import (
 )
 from outrider.engine.device.kernels import Kernels, LayerForm
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
+from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
+from outrider.engine.device.restrictions import TOP, RestrictionBuffers, choose_restricted, likeliest
+from outrider.engine.device.sampling import noise_steps
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
@@ -79,6 +82,7 @@ class _Head:
 
     logits: Tensor  # [outputs, vocabulary] float32
     choices: Tensor | None  # [outputs, 2 * candidates] float64: tokens, then their scores
+    likeliest: Tensor | None  # see `likeliest`
     replays: list[Replay]
 
     def replay(self) -> None:
@@ -139,6 +143,7 @@ class DeviceEngine(Engine):
                 weight_bytes=weights.bytes_of_a_pass,
                 kv_bytes=self._cache.nbytes,
                 samples=True,
+                restricts=True,
                 unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
@@ -156,11 +161,12 @@ class DeviceEngine(Engine):
         self._inputs = InputBuffers(plans[-1], rows, device)
         converted = CONVERTED if weights.dtype == "float8" and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
+        self._restrictions = RestrictionBuffers(device)
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
         self._layers: dict[int, _Layers] = {}  # by rows
         outputs = 0 if group.shard.rank else OUTPUTS[-1]  # rank 0 alone has the logits
         self._logits = torch.zeros(outputs, config.vocabulary, device=device)
-        self._heads: dict[tuple[int, int], _Head] = {}  # by outputs and candidates
+        self._heads: dict[tuple[int, int, bool], _Head] = {}  # by outputs, candidates, and whether with restrictions
         self._gathers: dict[int, Replay] = {}  # by outputs, in a group of ranks
         self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
 
@@ -275,6 +281,8 @@ class DeviceEngine(Engine):
                 self._layers_for(count)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
                     self._head_of(count, min(candidates, self.vocabulary))
+                    if candidates and count <= RESTRICTED:
+                        self._head_of(count, min(candidates, self.vocabulary), restricted=True)
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
@@ -310,17 +318,22 @@ class DeviceEngine(Engine):
         """Find what a pass needs. What is not recorded yet is recorded here, which sends inputs of its own."""
         segments = [part.segment for part in parts]
         layers = self._layers_for(round_up(sum(len(it.tokens) for it in segments), ROWS))
-        runs = Outputs.of(parts, draws, first).divided(OUTPUTS[-1])
+        runs = Outputs.of(parts, draws, first).divided()
         return _Pass(segments, layers, runs, [self._head_for(run, candidates) for run in runs])
 
     def _compute_head(self, head: _Head, outputs: Outputs, result: DeviceLogits, *, last: bool) -> None:
         """Compute logits, and choose tokens where there are draws. `last`: nothing of this call overwrites them."""
+        drawn = outputs.drawn
+        if outputs.restrictions and self._group.shard.rank == 0:
+            drawn = drawn & self._restrictions.send(outputs.restrictions)
         head.replay()
         if self._group.shard.rank == 0:
-            logits, choices = head.logits, head.choices
+            logits, choices, likely = head.logits, head.choices, head.likeliest
             if not last:
-                logits, choices = logits.clone(), None if choices is None else choices.clone()
-            result.add(outputs.places, outputs.drawn, logits, choices)
+                logits = logits.clone()
+                choices, likely = (None if it is None else it.clone() for it in (choices, likely))
+            wanted = [None if it is None else it.logprobs for it in outputs.restrictions]
+            result.add(outputs.places, drawn, logits, choices, likely, wanted)
 
     def _layers_for(self, count: int) -> _Layers:
         """Return the layers at a number of rows, recorded over padding alone at their first use."""
@@ -335,20 +348,30 @@ class DeviceEngine(Engine):
         """Return the head and the choice for some outputs, if there are any."""
         if not len(outputs.rows):
             return None
-        return self._head_of(round_up(len(outputs.rows), OUTPUTS), candidates if outputs.drawn.any() else 0)
+        count, drawn = round_up(len(outputs.rows), OUTPUTS), outputs.drawn.any()
+        return self._head_of(count, candidates if drawn else 0, restricted=bool(drawn and outputs.restrictions))
 
-    def _head_of(self, count: int, candidates: int) -> _Head:
+    def _head_of(self, count: int, candidates: int, *, restricted: bool = False) -> _Head:
         """Return the head and the choice at a number of outputs, recorded at their first use."""
-        if (count, candidates) not in self._heads:
+        if (count, candidates, restricted) not in self._heads:
             inputs, logits = self._inputs.outputs(count), self._logits[:count]
             choices = (
                 torch.zeros(count, 2 * candidates, dtype=torch.float64, device=self.device) if candidates else None
             )
+            verifies = restricted and candidates == VERIFIED
+            likely = torch.zeros(count, 2 + 2 * TOP, dtype=torch.float64, device=self.device) if verifies else None
             self._inputs.send_outputs(NO_OUTPUTS)
 
             def choose(parts: Tensor) -> None:
                 unpadded = self._config.unpadded_vocabulary or self.vocabulary
-                self._kernels.choose(parts, logits, inputs.keys, inputs.temperatures, unpadded, choices)
+                keys, temperatures = inputs.keys, inputs.temperatures
+                self._kernels.choose(parts, logits, keys, temperatures, unpadded, None if restricted else choices)
+                if restricted and choices is not None:
+                    steps = noise_steps(self.vocabulary, self.device)
+                    given = self._restrictions.inputs(count)
+                    choices.copy_(choose_restricted(logits, keys, temperatures, given, steps, candidates))
+                    if likely is not None:
+                        likely.copy_(likeliest(logits, choices[:, 0].long()))
 
             if self._group.shard.of == 1:
                 replays = [self._recorder.record(lambda: choose(self._logit_parts(inputs)))]
@@ -356,8 +379,8 @@ class DeviceEngine(Engine):
                 replays = [self._gathering(count, inputs, logits)]
                 if self._group.shard.rank == 0:
                     replays.append(self._recorder.record(lambda: choose(logits)))
-            self._heads[count, candidates] = _Head(logits, choices, replays)
-        return self._heads[count, candidates]
+            self._heads[count, candidates, restricted] = _Head(logits, choices, likely, replays)
+        return self._heads[count, candidates, restricted]
 
     def _gathering(self, count: int, inputs: OutputInputs[Tensor], logits: Tensor) -> Replay:
         """Return what brings the logits of all ranks to rank 0, recorded at its first use."""

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.sampling.noise import Draw, noise_keys
+from outrider.core.sampling.restriction import Restriction
 from outrider.engine.batch import Segment
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, PassPart
+from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
 from outrider.engine.device.tree_attention import TILE_COLUMNS, TREE_WORDS, AttentionPlan, lay_tiles
 
 ArrayT = TypeVar("ArrayT")
@@ -65,6 +67,7 @@ class Outputs:
     drawn: NDArray[np.bool_]  # whether a token is chosen
     keys: NDArray[np.int64]  # of their noise
     temperatures: NDArray[np.float64]
+    restrictions: tuple[Restriction | None, ...] = ()  # of their choice; (): none has any
 
     @classmethod
     def of(cls, parts: Sequence[PassPart], draws: Sequence[Draw | None], first: Sequence[int]) -> Outputs:
@@ -93,15 +96,24 @@ class Outputs:
             np.ones(total, np.bool_) if all(drawn) else np.repeat(drawn, wanted),
             noise_keys(bases, positions + 1).view(np.int64),
             temperatures if len(parts) > 1 else temperatures.repeat(total),
+            _restrictions(own, wanted),
         )
 
-    def divided(self, most: int) -> list[Outputs]:
-        """Return runs of at most so many outputs; at least one run."""
+    def divided(self) -> list[Outputs]:
+        """Return runs of as many outputs as the head computes together; at least one run."""
+        most = RESTRICTED if self.restrictions else OUTPUTS[-1]
         if len(self.rows) <= most:
             return [self]
         runs = [slice(at, at + most) for at in range(0, len(self.rows), most)]
         return [
-            Outputs(self.rows[run], self.places[run], self.drawn[run], self.keys[run], self.temperatures[run])
+            Outputs(
+                self.rows[run],
+                self.places[run],
+                self.drawn[run],
+                self.keys[run],
+                self.temperatures[run],
+                self.restrictions[run],
+            )
             for run in runs
         ]
 
@@ -230,6 +242,13 @@ class InputBuffers:
 
     def _on_device(self, field: _Field) -> Tensor:
         return self._device[field.start : field.stop].view(_TORCH[field.kind]).reshape(field.shape)
+
+
+def _restrictions(draws: Sequence[Draw], wanted: Sequence[int]) -> tuple[Restriction | None, ...]:
+    """Return the restriction of each row; of each segment so many are wanted."""
+    if all(draw.restriction is None for draw in draws):
+        return ()
+    return tuple(draw.restriction for draw, count in zip(draws, wanted, strict=True) for _ in range(count))
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

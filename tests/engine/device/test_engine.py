@@ -19,6 +19,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed
+from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.engine.masks import tree_mask
@@ -306,18 +307,21 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
 
     engine._recorder = SimpleNamespace(record=record)
     engine.record()
-    assert len(made) == len(ROWS) + 3 * len(OUTPUTS)
+    recordings = len(ROWS) + 3 * len(OUTPUTS) + 2 * sum(count <= RESTRICTED for count in OUTPUTS)
+    assert len(made) == recordings
     random = np.random.default_rng(1)
     for count in (1, 3, 40, 100):
         tree = Tree.random(engine, random, count)
         for best in (0, CANDIDATES):
             engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [Draw(1, 1.0), None], best)
+            restricted = draw_of(Contract(seed=1, max_tokens=1, top_k=4), engine)
+            engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [restricted, Draw(1, 1.0)], best)
         engine.move(0, np.array([7, 8]), np.array([5, 6]))
-    assert len(made) == len(ROWS) + 3 * len(OUTPUTS)
+    assert len(made) == recordings
 
 
 def draw_of(contract: Contract, engine: Engine) -> Draw:
-    draw = Sampler(contract, engine.vocabulary, [1], 0).draw
+    draw = Sampler(contract, engine.vocabulary, [1], 0).draw(restricts=True)
     assert draw is not None
     return draw
 
@@ -350,6 +354,25 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
                 assert chosen.gap == pytest.approx(expected.gap, abs=1e-9)
             row += 1
     assert row > 100
+
+
+@pytest.mark.parametrize("terms", [{"top_p": 0.9, "logprobs": 3}, {"banned_ids": tuple(range(4, 200))}])
+def test_more_rows_under_restrictions_than_are_chosen_for_together(both: Both, terms: dict[str, Any]) -> None:
+    random = np.random.default_rng(5)
+    trees = [Tree.random(both[1], random, 50) for _ in range(3)]
+    contracts = [Contract(seed=slot, max_tokens=9, **(terms if slot != 1 else {})) for slot in range(3)]
+    segments = [tree.segment(slot, 5) for slot, tree in enumerate(trees)]
+    sampled = both[0].sample(segments, [draw_of(contract, both[0]) for contract in contracts])
+    row = left = 0
+    for segment, contract in zip(segments, contracts, strict=True):
+        for position in segment.positions[-segment.outputs :]:
+            found = sampled.choice(row)
+            expected = Sampler(contract, both[0].vocabulary, [1] * (int(position) + 1), 0).choose(sampled.row(row))
+            left += found is None
+            assert found is None or (found.token, len(found.logprobs)) == (expected.token, len(expected.logprobs))
+            row += 1
+    assert row > 2 * RESTRICTED
+    assert left < row / 10
 
 
 def test_rows_without_a_draw_have_no_choice(both: Both) -> None:
@@ -443,4 +466,4 @@ def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
 
 def test_generation_bases_are_those_of_the_noise() -> None:
     contract = Contract(seed=9, choice=2, max_tokens=1)
-    assert Sampler(contract, 8, [1], 0).draw == Draw(generation_base(9, 2), 1.0)
+    assert Sampler(contract, 8, [1], 0).draw(restricts=True) == Draw(generation_base(9, 2), 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.core.sampling.noise import Draw, generation_base, gumbel_row, noise_bits, noise_key, noise_keys
+from outrider.core.sampling.noise import generation_base, gumbel_row, noise_bits, noise_key, noise_keys
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.device import sampling
@@ -59,7 +59,7 @@ def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> 
     logits[::7, 200:] = -np.inf  # ids that may not be chosen
     logits[::11] = 1.0  # all alike
     contract = Contract(seed=4, choice=1, max_tokens=9, temperature=temperature)
-    draw = Sampler(contract, vocabulary, [1], 0).draw
+    draw = Sampler(contract, vocabulary, [1], 0).draw(restricts=False)
     assert draw is not None
     keys = torch.from_numpy(noise_keys(np.array(draw.base, np.uint64), np.arange(1, rows + 1)).view(np.int64)).to(ON)
     scores = sampling.scores(
@@ -88,37 +88,3 @@ def test_the_lowest_id_wins_every_tie() -> None:
 def test_a_vocabulary_of_one_has_no_runner_up() -> None:
     _, values = sampling.best(torch.zeros(1, 1, device=ON).double(), 2)
     assert float(values[0, 0] - values[0, 1]) == np.inf
-
-
-@pytest.mark.parametrize(
-    "terms",
-    [
-        {"top_k": 3},
-        {"top_p": 0.5},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"logit_bias": {3: 1.0}},
-        {"allowed_ids": (3,)},
-        {"banned_ids": (3,)},
-        {"logprobs": 0},
-        {"min_tokens": 2, "stop_ids": (0,)},
-    ],
-)
-def test_contracts_that_ask_for_more_are_left_to_the_sampler(terms: dict[str, object]) -> None:
-    contract = Contract(seed=1, max_tokens=5, **terms)  # type: ignore[arg-type]
-    assert Sampler(contract, 8, [1, 2], 2).draw is None
-
-
-def test_stop_ids_that_may_be_chosen_again_are_no_obstacle() -> None:
-    sampler = Sampler(Contract(seed=1, max_tokens=5, min_tokens=2, stop_ids=(0,)), 8, [1, 2], 2)
-    sampler.extend([3])
-    assert sampler.draw is None
-    sampler.extend([3])
-    assert sampler.draw is not None
-
-
-def test_filters_that_cannot_matter_are_no_obstacle() -> None:
-    assert Sampler(Contract(seed=1, max_tokens=5, temperature=0.0, top_p=0.5), 8, [1], 1).draw == Draw(
-        generation_base(1, 0), 0.0
-    )
