@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
 from outrider.cli.command import FAILURE, reported
-from outrider.core.sampling.noise import Draw, generation_base
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
@@ -111,21 +110,33 @@ def copies(both: Parity) -> None:
 
 
 def choices(both: Parity) -> None:
-    """Tokens under shared noise; the gap is 0 or infinite."""
-    wrong = 0
-    for temperature in (0.0, 0.7, 1.0):
+    """Tokens under shared noise, with restrictions and without; the gap is 0 or infinite."""
+    wrong = left = 0
+    for terms in CHOSEN_UNDER:
         segments = [both.chain(slot, 0, 40) for slot in range(4)]
-        contracts = [Contract(seed=slot, max_tokens=9, temperature=temperature) for slot in range(4)]
-        draws = [Draw(generation_base(it.seed, it.choice), it.temperature) for it in contracts]
-        sampled = both.device.sample(segments, draws)
+        contracts = [Contract(seed=slot, max_tokens=9, **terms) for slot in range(4)]
+        samplers = [Sampler(contract, both.host.vocabulary, [1], 0) for contract in contracts]
+        sampled = both.device.sample(segments, [sampler.draw(restricts=True) for sampler in samplers])
         for row in range(4 * 40):
             slot, position = divmod(row, 40)
             sampler = Sampler(contracts[slot], both.host.vocabulary, [1] * (position + 1), 0)
             chosen = sampled.choice(row)
-            wrong += chosen is None or chosen.token != sampler.choose(sampled.row(row)).token
-    both.gaps["choices"] = np.inf if wrong else 0.0
+            left += chosen is None  # to the host, where rounding could decide
+            wrong += chosen is not None and chosen.token != sampler.choose(sampled.row(row)).token
+    both.gaps["choices"] = np.inf if wrong or left > LEFT * 4 * 40 * len(CHOSEN_UNDER) else 0.0
 
 
+CHOSEN_UNDER: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"top_p": 0.9},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"min_p": 0.05, "logit_bias": {3: 4.0, 5: -2.0}, "banned_ids": (7, 9)},
+    {"temperature": 0.0, "allowed_ids": tuple(range(100, 400))},
+    {"logprobs": 5},
+)
+LEFT = 0.02  # largest share of rows for which the device may choose nothing
 KINDS: Sequence[Callable[[Parity], None]] = (chunks, trees, moves, copies, choices)
 
 
