@@ -152,7 +152,7 @@ class _Calibration:
 
     async def _read(self, machine: Machine, target: Path) -> Readings:
         """Read a machine, from clusters with one caller."""
-        async with self._cluster(machine, target) as cluster:
+        async with self._cluster(machine, target, arm="turns") as cluster:
             await self._apply(cluster, 1, "off")
             described = await cluster.describe()
             result = await self._apply(cluster, 1, None)
@@ -283,13 +283,16 @@ def kind_of(name: str, prompt: int, samples: Iterable[Sample]) -> DrafterKind:
     """Return the kind of text whose paths survive as those of the samples did.
 
     A path reaches depth d with a chance of a (a r)^(d - 1): the agreement a, and r, the best child's share in it. Both
-    are fitted to the steps that verified a node at d, by least squares of the logarithms.
+    are fitted to the steps that verified a node at d, by least squares of the logarithms; at d = 1 to all steps, as a
+    lookup has nothing to propose in many of them.
     """
+    samples = [*samples]
     depths = max(len(sample.tried_by_depth) for sample in samples)
     reached, tried = np.zeros(depths), np.zeros(depths)
     for sample in samples:
         reached[: len(sample.reached_by_depth)] += sample.reached_by_depth
         tried[: len(sample.tried_by_depth)] += sample.tried_by_depth
+    tried[:1] = sum(sample.steps for sample in samples)
     known = (reached > 0) & (tried > 0)
     depth, chance = np.arange(depths)[known], reached[known] / tried[known]
     agreement, best = 0.0, BEST
