@@ -39,6 +39,8 @@ def print_tables(screen: Console, results: BenchResults) -> None:
         screen.print(NOTES, markup=False)
     if results.loads:
         screen.print(_load(results))
+        if {load.row for load in results.loads} - {"plain", "distributed"}:
+            screen.print(_arms(results))
     for target in dict.fromkeys(take.target for take in results.far):
         screen.print(_distance([take for take in results.far if take.target == target], target))
     for target in dict.fromkeys(take.target for take in results.tiers):
@@ -132,15 +134,12 @@ def _load(results: BenchResults) -> Table:
     table = _table(
         f"{target / 1e6:.0f}M under load, short and long prompts", "callers", "plain\ntok/s", "distributed\ntok/s",
         "\nratio", "accept.\nlength", "rows in\na step", "first tok. p50 s\nplain", "first tok. p50 s\ndistributed",
-        "gap p99 ms\nplain", "gap p99 ms\ndistributed", "first 10 s\nratio", "best pinned\nratio", "best pinned\narm",
+        "gap p99 ms\nplain", "gap p99 ms\ndistributed", "first 10 s\nratio",
     )  # fmt: skip
     for callers in dict.fromkeys(load.callers for load in results.loads):
         found = [load for load in results.loads if load.callers == callers]
-        rows = {row: [load for load in found if load.row == row] for row in dict.fromkeys(load.row for load in found)}
-        plain, spec = rows.pop("plain"), rows.pop("distributed")
+        plain, spec = ([load for load in found if load.row == row] for row in ("plain", "distributed"))
         cold = [it.goodput / it.plain for it in results.cold if it.callers == callers and it.plain]
-        pinned = {arm: _over(plain, loads) for arm, loads in rows.items()}
-        best = max(pinned, key=lambda arm: pinned[arm], default=None)
         table.add_row(
             str(callers),
             shown(median(load.goodput for load in plain)),
@@ -153,9 +152,19 @@ def _load(results: BenchResults) -> Table:
             shown(median(load.gap_p99_s for load in plain) * 1e3, 0),
             shown(median(load.gap_p99_s for load in spec) * 1e3, 0),
             shown(median(cold) if cold else None, 2),
-            shown(None if best is None else pinned[best], 2),
-            best or "",
         )
+    return table
+
+
+def _arms(results: BenchResults) -> Table:
+    rows = [row for row in dict.fromkeys(load.row for load in results.loads) if row != "plain"]
+    table = _table("Pinned arms under load, x plain", "callers", *rows)
+    for callers in dict.fromkeys(load.callers for load in results.loads):
+        found = {
+            row: [load for load in results.loads if (load.callers, load.row) == (callers, row)]
+            for row in ("plain", *rows)
+        }
+        table.add_row(str(callers), *(shown(_over(found["plain"], found[row]), 2) for row in rows))
     return table
 
 
