@@ -86,11 +86,13 @@ class TierWindow:
 
     def take(self, long_rest_s: float) -> tuple[int, float, bool]:
         """Return the tokens and the seconds since the last call, and whether they are those of a rest. A long rest
-        counts instead of the steps before it."""
-        rested = self.rested_s >= long_rest_s
-        figures = (self.rested_tokens, self.rested_s, True) if rested else (self.tokens, self.seconds, False)
-        self.tokens, self.seconds, self.rested_tokens, self.rested_s = 0, 0.0, 0, 0.0
-        return figures
+        counts instead of the steps before it; one that is not long yet goes on."""
+        tokens, seconds, rested = self.tokens, self.seconds, self.rested_s >= long_rest_s
+        self.tokens, self.seconds = 0, 0.0
+        if rested:
+            tokens, seconds = self.rested_tokens, self.rested_s
+            self.rested_tokens, self.rested_s = 0, 0.0
+        return tokens, seconds, rested
 
 
 class DrafterSet:

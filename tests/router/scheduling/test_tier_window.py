@@ -72,8 +72,10 @@ def test_a_long_rest_counts_instead_of_what_was_drafted_before() -> None:
     steps.take([True] * (DRAFTED_FIRST + 2))
     steps.take([False] * 10, resting=True)
     assert steps.window.take(0.5) == (10, pytest.approx(10 * STEP_S), True)
-    steps.take([False] * 3, resting=True)
-    assert steps.window.take(0.5) == (0, 0.0, False)
+    for rested in (3, 6):
+        steps.take([False] * 3, resting=True)
+        long = rested * STEP_S > 0.5
+        assert steps.window.take(0.5) == ((6, pytest.approx(6 * STEP_S), True) if long else (0, 0.0, False))
 
 
 def test_a_rest_before_the_tiers_have_drafted_shows_nothing_of_them() -> None:
