@@ -356,7 +356,9 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
     assert row > 100
 
 
-@pytest.mark.parametrize("terms", [{"top_p": 0.9, "logprobs": 3}, {"banned_ids": tuple(range(4, 200))}])
+@pytest.mark.parametrize(
+    "terms", [{"top_p": 0.5, "temperature": 0.5, "logprobs": 3}, {"banned_ids": tuple(range(4, 200))}]
+)
 def test_more_rows_under_restrictions_than_are_chosen_for_together(both: Both, terms: dict[str, Any]) -> None:
     random = np.random.default_rng(5)
     trees = [Tree.random(both[1], random, 50) for _ in range(3)]
