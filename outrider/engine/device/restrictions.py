@@ -17,7 +17,7 @@ from outrider.engine.device.sampling import best, gumbel, noise_bits, scores
 
 OUTPUTS = 64  # rows of which tokens are chosen together
 DEPTH = 1024  # best tokens of a row among which its filters are applied
-ENTRIES = 8192  # tokens of all these rows whose logits change
+ENTRIES = 2**15  # tokens of all these rows whose logits change
 TOP = MAX_LOGPROBS + 1  # likeliest tokens of a row; one more than is wanted, which shows a tie with the last one
 ROUNDING = 1e-9  # share of a row's probability; a bound of top-p that is closer may be rounding
 

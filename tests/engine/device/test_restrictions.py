@@ -140,10 +140,11 @@ def test_what_cannot_be_certain_is_left_to_the_host() -> None:
 def test_rows_whose_lists_do_not_fit_are_left_to_the_host() -> None:
     long = Restriction.of(contract_of({"banned_ids": tuple(range(4000))}), 5000)
     buffers = RestrictionBuffers(ON)
-    assert buffers.send([long, long, None, long, None]).tolist() == [True, True, True, False, True]
-    assert ENTRIES == 8192
-    entries = buffers.inputs(5).entries.cpu()
-    assert entries[0, 8000:].tolist() == [OUTPUTS] * 192
+    fitting = ENTRIES // 4000
+    sent = [*[long] * fitting, None, long, None]
+    assert buffers.send(sent).tolist() == [True] * fitting + [True, False, True]
+    entries = buffers.inputs(len(sent)).entries.cpu()
+    assert entries[0, fitting * 4000 :].tolist() == [OUTPUTS] * (ENTRIES - fitting * 4000)
     buffers.send([None])
     assert (buffers.inputs(1).entries[0] == OUTPUTS).all()
 
