@@ -32,7 +32,7 @@ from tests.engine.taught import greedy, taught_heads
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PADDED = 24
-TOKENS = 32
+TOKENS = 48
 AT_ONCE = 4
 ROUNDS = Plan(version=1, depth=4, width=3, nodes=12, wait_us=2_000_000, overlap=Overlap.ROUNDS)
 DRAWN = ["speculative-sampling", "recursive-rejection", "block-verification", "traversal-verification"]
