@@ -33,7 +33,7 @@ from bench.rows.engine_time import PAGE
 from bench.rows.pinning import pinned, split_cores
 from outrider.cli.command import reported
 from outrider.cli.performance.load import Load, LoadResult, Speculation, apply_load, read_prompts
-from outrider.cli.performance.samples import Sample
+from outrider.cli.performance.samples import Sample, steps_by_depth
 from outrider.cli.performance.simulate import simulated_phases
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
 from outrider.rpc.lifecycle import run_until_signal
@@ -287,14 +287,10 @@ def kind_of(name: str, prompt: int, samples: Iterable[Sample]) -> DrafterKind:
     lookup has nothing to propose in many of them.
     """
     samples = [*samples]
-    depths = max(len(sample.tried_by_depth) for sample in samples)
-    reached, tried = np.zeros(depths), np.zeros(depths)
-    for sample in samples:
-        reached[: len(sample.reached_by_depth)] += sample.reached_by_depth
-        tried[: len(sample.tried_by_depth)] += sample.tried_by_depth
+    reached, tried = steps_by_depth(samples)
     tried[:1] = sum(sample.steps for sample in samples)
     known = (reached > 0) & (tried > 0)
-    depth, chance = np.arange(depths)[known], reached[known] / tried[known]
+    depth, chance = np.flatnonzero(known), reached[known] / tried[known]
     agreement, best = 0.0, BEST
     if known.any():
         degree = min(1, len(depth) - 1)

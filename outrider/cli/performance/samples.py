@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from outrider.client import AsyncClient
@@ -100,12 +101,18 @@ def bytes_per_token(samples: Iterable[Sample]) -> float:
     return sum(sample.wire_bytes for sample in known) / tokens if tokens else float("nan")
 
 
-def acceptance_by_depth(samples: Iterable[Sample]) -> list[float]:
-    """Return, for depth d at index d - 1, the steps whose path reached d over the steps that verified a node at d."""
+def steps_by_depth(samples: Iterable[Sample]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return, for depth d at index d - 1, the steps whose path reached d, and those that verified a node at d."""
     known = list(samples)
     depths = max((len(sample.tried_by_depth) for sample in known), default=0)
     reached, tried = np.zeros(depths), np.zeros(depths)
     for sample in known:
         reached[: len(sample.reached_by_depth)] += sample.reached_by_depth
         tried[: len(sample.tried_by_depth)] += sample.tried_by_depth
+    return reached, tried
+
+
+def acceptance_by_depth(samples: Iterable[Sample]) -> list[float]:
+    """Return, for depth d at index d - 1, the steps whose path reached d over the steps that verified a node at d."""
+    reached, tried = steps_by_depth(samples)
     return [float(one / all_) for one, all_ in zip(reached, tried, strict=True) if all_]

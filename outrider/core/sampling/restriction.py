@@ -28,11 +28,10 @@ class Restriction:
     @classmethod
     def of(cls, contract: Contract, vocabulary: int) -> Self | None:
         """Return a contract's restriction, None where there is none."""
-        cuts = contract.cuts and not contract.greedy
-        if not (contract.restricts or cuts or contract.logprobs is not None):
+        if contract.unrestricted:
             return None
         added = dict(_added(contract, vocabulary))
-        filters = (contract.top_k, contract.top_p, contract.min_p) if cuts else (0, 1.0, 0.0)
+        filters = (0, 1.0, 0.0) if contract.greedy else (contract.top_k, contract.top_p, contract.min_p)
         tokens, values = np.array([*added], np.int64), np.array([*added.values()], np.float64)
         return cls(*filters, tokens, values, bool(contract.allowed_ids), contract.logprobs)
 

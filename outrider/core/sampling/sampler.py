@@ -7,6 +7,7 @@ tokens on the node's path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,16 +58,22 @@ class Sampler:
         self._bias = np.array([by for _, by in contract.logit_bias])[: self._biased.size]  # in the order of the ids
         self._stops = ids_within(contract.stop_ids, vocabulary)
         self._banned = self._forbidden_ids(vocabulary)
-        restriction = Restriction.of(contract, vocabulary)
-        base = generation_base(contract.seed, contract.choice)
-        self._draw = None if contract.penalizes else Draw(base, contract.temperature, restriction)
+        self._vocabulary = vocabulary
 
     def draw(self, *, restricts: bool) -> Draw | None:
         """Return what `choose` needs beside the logits; None where it needs more than an engine can take, with
         `restricts` one that takes restrictions."""
-        if self._draw is None or (self._stops.size and self._length < self._first_stop):
+        contract = self.contract
+        if contract.penalizes or not (restricts or contract.unrestricted):
             return None
-        return self._draw if restricts or self._draw.restriction is None else None
+        return None if self._stops.size and self._length < self._first_stop else self._draw
+
+    @cached_property
+    def _draw(self) -> Draw:
+        """The same at every position; made when an engine asks for it."""
+        contract = self.contract
+        base = generation_base(contract.seed, contract.choice)
+        return Draw(base, contract.temperature, Restriction.of(contract, self._vocabulary))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""

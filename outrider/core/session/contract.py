@@ -155,6 +155,11 @@ class Contract:
         return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids)
 
     @property
+    def unrestricted(self) -> bool:
+        """Whether seed and temperature alone choose among the model's tokens, and no log-probabilities are wanted."""
+        return not (self.restricts or (self.cuts and not self.greedy) or self.logprobs is not None)
+
+    @property
     def representative(self) -> bool:
         """Whether what a generation under this contract shows of drafters and texts also holds for others.
 

@@ -129,9 +129,9 @@ def likeliest(logits: Tensor, tokens: Tensor) -> Tensor:
 def _adjusted(logits: Tensor, given: RestrictionInputs) -> Tensor:
     """Return the logits with bias and bans: [rows, vocabulary] float64."""
     rows, vocabulary = logits.shape
-    adjusted = torch.zeros(OUTPUTS + 1, vocabulary, dtype=torch.float64, device=logits.device)  # the last: of padding
+    adjusted = torch.zeros(rows + 1, vocabulary, dtype=torch.float64, device=logits.device)  # the last: of padding
     adjusted[:rows] = logits
-    at, tokens = given.entries
+    at, tokens = given.entries[0].clamp_max(rows), given.entries[1]
     changed = adjusted[at, tokens] + given.added
     adjusted[:rows].masked_fill_(given.only[:, None], -torch.inf)
     adjusted[at, tokens] = changed
