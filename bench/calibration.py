@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.faults import FaultProxy
-from bench.options import padded_model
+from bench.options import Drafts, padded_model
 from bench.rows.cluster import BenchCluster, running
 from bench.rows.engine_time import PAGE
 from bench.rows.pinning import pinned, split_cores
@@ -35,7 +35,7 @@ from outrider.cli.command import reported
 from outrider.cli.performance.load import Load, LoadResult, Speculation, apply_load, read_prompts
 from outrider.cli.performance.samples import Sample, steps_by_depth
 from outrider.cli.performance.simulate import simulated_phases
-from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.rpc.lifecycle import run_until_signal
 from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, TrafficPhase
 
@@ -56,7 +56,7 @@ class Machine(NamedTuple):
     """A deployment that is read, and then simulated."""
 
     target: int  # parameters that the target is padded to
-    drafts: str = "model"  # of the drafter
+    drafts: Drafts = "model"  # of the drafter
     pinned: bool = False  # whether the verifier has a core of its own
 
 
@@ -245,30 +245,22 @@ class _Calibration:
             config = ClusterConfig(
                 router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
                 verifier=[
-                    parse(
-                        VerifierConfig,
-                        {
-                            "model": target,
-                            "name": "target",
-                            "threads": 1 if machine.pinned else 2,
-                            "slots": SLOTS,
-                            "arm": arm,
-                            **PAGE,
-                        },
-                        "verifier",
+                    VerifierConfig(
+                        model=target,
+                        name="target",
+                        threads=1 if machine.pinned else 2,
+                        slots=SLOTS,
+                        arm=arm,
+                        metrics=PAGE["metrics"],
                     )
                 ],
                 drafter=[
-                    parse(
-                        DrafterConfig,
-                        {
-                            "model": self._models / "drafter",
-                            "drafts": machine.drafts,
-                            "slots": SLOTS,
-                            "via": proxy.address if round_trip_ms else None,
-                            **PAGE,
-                        },
-                        "drafter",
+                    DrafterConfig(
+                        model=self._models / "drafter",
+                        drafts=machine.drafts,
+                        slots=SLOTS,
+                        via=proxy.address if round_trip_ms else None,
+                        metrics=PAGE["metrics"],
                     )
                 ],
             )
