@@ -267,7 +267,6 @@ class GpuRun:
             for ours, theirs in zip(plain.texts, spec.texts, strict=True)
         ]
         rows = len(prompts) * (self.context + self.tokens / 2)
-        row_bytes = target.kv_bytes / target.slots / target.rows_held
         return Point(
             shape=shape,
             batch=len(prompts),
@@ -276,7 +275,7 @@ class GpuRun:
             tokens=self.tokens,
             dtype=self.dtype,
             parameters=target.parameters,
-            step_bytes=round(target.weight_bytes + rows * row_bytes),
+            step_bytes=round(target.weight_bytes + rows * target.row_bytes),
             copy_bytes_s=bandwidth,
             datasheet_bytes_s=datasheet(self.device),
             plain_step_ms=plain.step_s * 1e3,

@@ -116,13 +116,13 @@ def choices(both: Parity) -> None:
         segments = [both.chain(slot, 0, 40) for slot in range(4)]
         contracts = [Contract(seed=slot, max_tokens=9, **terms) for slot in range(4)]
         samplers = [Sampler(contract, both.host.vocabulary, [1], 0) for contract in contracts]
-        sampled = both.device.sample(segments, [sampler.draw(restricts=True) for sampler in samplers])
+        sampled = both.device.sample(segments, [sampler.draw(restricts=True, penalizes=True) for sampler in samplers])
         for row in range(4 * 40):
             slot, position = divmod(row, 40)
-            sampler = Sampler(contracts[slot], both.host.vocabulary, [1] * (position + 1), 0)
+            path = segments[slot].tokens[1 : position + 1].tolist()
             chosen = sampled.choice(row)
             left += chosen is None  # to the host, where rounding could decide
-            wrong += chosen is not None and chosen.token != sampler.choose(sampled.row(row)).token
+            wrong += chosen is not None and chosen.token != samplers[slot].choose(sampled.row(row), path).token
     both.gaps["choices"] = np.inf if wrong or left > LEFT * 4 * 40 * len(CHOSEN_UNDER) else 0.0
 
 
@@ -132,6 +132,7 @@ CHOSEN_UNDER: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"top_p": 0.9},
     {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"min_p": 0.05, "logit_bias": {3: 4.0, 5: -2.0}, "banned_ids": (7, 9)},
     {"temperature": 0.0, "allowed_ids": tuple(range(100, 400))},
     {"logprobs": 5},

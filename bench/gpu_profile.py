@@ -19,7 +19,7 @@ import typer
 from bench.gpu import ROOT, SHAPES, GpuRun
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
-from outrider.engine.device.engine import VERIFIED
+from outrider.engine.device.token_choice import VERIFIED
 from outrider.engine.masks import tree_mask
 
 if TYPE_CHECKING:

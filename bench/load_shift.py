@@ -7,6 +7,7 @@ verifies all of them.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from bench.faults import FaultProxy
 from bench.rows.cluster import BenchCluster, running
+from bench.rows.engine_time import PAGE
 from outrider.cli.command import parse_count, reported
 from outrider.cli.performance.load import Load, apply_load, read_prompts
 from outrider.cli.performance.simulate import parse_policy
@@ -101,6 +103,7 @@ async def _measure(
             for row in [*rows[repetition:], *rows[:repetition]]:
                 policy, depth = parse_policy(row)
                 speeds[row].append([])
+                began, before = time.monotonic(), await _switches(cluster)
                 for phase in PHASES:
                     progress.print(f"repetition {repetition + 1} of {repetitions}, {row}: {phase.name}")
                     proxy.delay_s = phase.round_trip_ms / 2000
@@ -112,6 +115,14 @@ async def _measure(
                         cluster.client, load, speculation=cast(PolicyName, policy), depth=depth or None
                     )
                     speeds[row][-1].append(result.goodput)
+                switches = await _switches(cluster) - before
+                progress.print(f"{row}: {switches} changes of the usual arm in {time.monotonic() - began:.0f} s")
+
+
+async def _switches(cluster: BenchCluster) -> int:
+    """Return how often the verifier has changed its usual arm."""
+    steering = (await cluster.control("verifier-0"))["steering"]
+    return int(steering["switches"])
 
 
 @asynccontextmanager
@@ -120,7 +131,7 @@ async def _cluster(target: Path, drafter: Path) -> AsyncIterator[tuple[BenchClus
     async with FaultProxy("") as proxy:
         config = ClusterConfig(
             router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-            verifier=[VerifierConfig(model=target, name="target", threads=2, slots=SLOTS)],
+            verifier=[VerifierConfig(model=target, name="target", threads=2, slots=SLOTS, metrics=PAGE["metrics"])],
             drafter=[DrafterConfig(model=drafter, slots=SLOTS, via=proxy.address)],
         )
         async with running(config) as cluster:

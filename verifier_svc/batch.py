@@ -63,7 +63,7 @@ class SessionWork:
         session = self.session
         if not (engine.samples and self.chooses and session.contract.rule == SHARED_NOISE):
             return None
-        return session.sampler.draw(restricts=engine.restricts)
+        return session.sampler.draw(restricts=engine.restricts, penalizes=engine.restricts)
 
     def segment(self) -> Segment:
         """Return the rows of the packed pass: the pending tokens as a chain, then nodes and window with their

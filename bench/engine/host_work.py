@@ -26,7 +26,8 @@ from outrider.engine.batch import Segment
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.input_buffers import Outputs
 from outrider.engine.device.packing import packed
-from outrider.engine.device.restrictions import RestrictionBuffers, choose_restricted, likeliest
+from outrider.engine.device.penalties import PenaltyBuffers
+from outrider.engine.device.restrictions import OUTPUTS, RestrictionBuffers, choose_restricted, likeliest
 from outrider.engine.device.sampling import best, noise_steps, scores
 
 VOCABULARY = 128_256  # of Llama 3
@@ -44,22 +45,24 @@ def milliseconds(vocabulary: int, kinds: Sequence[dict[str, Any]], *, restricts:
     kinds = [*islice(cycle(kinds), SESSIONS)]
     contracts = [Contract(seed=seed, max_tokens=TEXT, **terms) for seed, terms in enumerate(kinds)]
     samplers = [Sampler(contract, vocabulary, text, TEXT // 2) for contract in contracts]
-    draws = [sampler.draw(restricts=restricts) for sampler in samplers]
-    tokens, positions = np.zeros(1 + NODES, np.int64), np.arange(TEXT, TEXT + 1 + NODES)
-    segments = [Segment(slot, TEXT, tokens, positions) for slot in range(SESSIONS)]
+    draws = [sampler.draw(restricts=restricts, penalizes=restricts) for sampler in samplers]
+    tokens, positions = np.zeros(1 + NODES, np.int64), np.arange(TEXT - 1, TEXT + NODES)
+    segments = [Segment(slot, TEXT - 1, tokens, positions) for slot in range(SESSIONS)]
     (parts,) = packed(segments)
     first = [slot * (1 + NODES) for slot in range(SESSIONS)]
-    buffers = RestrictionBuffers(CPU)
+    buffers, penalties = RestrictionBuffers(CPU), PenaltyBuffers(SESSIONS, OUTPUTS, vocabulary, CPU)
     logits = torch.from_numpy(row(vocabulary, 50)).expand(SESSIONS * (1 + NODES), -1).contiguous()
-    ready = [_chosen(run, logits[run.places], buffers) for run in Outputs.of(parts, draws, first).divided()]
+    ready = [_chosen(run, logits[run.places], buffers, penalties) for run in Outputs.of(parts, draws, first).divided()]
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         runs = Outputs.of(parts, draws, first).divided()
         result = DeviceLogits(vocabulary, [1 + NODES] * SESSIONS)
         for run, (rows, choices, likely) in zip(runs, ready, strict=True):
-            drawn = run.drawn & buffers.send(run.restrictions) if run.restrictions else run.drawn
-            wanted = [None if it is None else it.logprobs for it in run.restrictions]
+            drawn = run.drawn
+            if run.restricted:
+                drawn = drawn & buffers.send(run.restricted) & penalties.send(run.restricted)
+            wanted = [None if it is None else it.restriction.logprobs for it in run.restricted]
             result.add(run.places, drawn, rows, choices, likely, wanted)
         result.fetch()
         for sampler, at in zip(samplers, first, strict=True):
@@ -70,16 +73,18 @@ def milliseconds(vocabulary: int, kinds: Sequence[dict[str, Any]], *, restricts:
 
 
 def _chosen(
-    run: Outputs, logits: torch.Tensor, buffers: RestrictionBuffers
+    run: Outputs, logits: torch.Tensor, buffers: RestrictionBuffers, penalties: PenaltyBuffers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the logits of some rows, and what the device makes of them."""
     keys, temperatures = torch.from_numpy(run.keys), torch.from_numpy(run.temperatures)
     steps = noise_steps(logits.shape[1], CPU)
-    if not run.restrictions:
+    if not run.restricted:
         tokens, values = best(scores(logits, keys, temperatures, steps), VERIFIED)
         return logits, torch.cat((tokens.double(), values), 1), None
-    buffers.send(run.restrictions)
-    choices = choose_restricted(logits, keys, temperatures, buffers.inputs(len(logits)), steps, VERIFIED)
+    buffers.send(run.restricted)
+    penalties.send(run.restricted)
+    given, counted = buffers.inputs(len(logits)), penalties.inputs(len(logits))
+    choices = choose_restricted(logits, keys, temperatures, given, steps, VERIFIED, counted)
     return logits, choices, likeliest(logits, choices[:, 0].long())
 
 

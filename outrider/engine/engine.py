@@ -47,7 +47,7 @@ class Traits:
     ranks: int = 1  # that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
-    restricts: bool = False  # whether it does so under restrictions, too
+    restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice

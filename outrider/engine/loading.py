@@ -115,7 +115,7 @@ def load_engine(
             "features out"
         )
     if kv_memory is not None and (why := _why_unbounded(native, device, group)):
-        raise ConfigError(f"kv_memory: only the compiled kernels keep to a bound, and {why}; leave it out")
+        raise ConfigError(f"kv_memory: {why}, which keeps to no bound; leave it out")
     if dtype == "float8" and (not native or device == "cpu"):
         raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
     if native:
@@ -133,7 +133,18 @@ def load_engine(
                 rows=rows,
                 group=_on_torch(group),
                 progress=progress,
+                kv_memory=kv_memory,
             )
+            if device_engine.kv_tokens:
+                log.info(
+                    "%s: memory holds the KV of %d tokens: %.1f of %d texts of %d tokens at once; where it is full, "
+                    "sessions wait for one another",
+                    path,
+                    device_engine.kv_tokens,
+                    device_engine.kv_tokens / device_engine.context,
+                    slots,
+                    device_engine.context,
+                )
             began = time.monotonic()
             device_engine.record()
             log.info("%s: recorded its passes in %.1f s", path, time.monotonic() - began)
@@ -228,7 +239,8 @@ def _why_unbounded(native: bool, device: str, group: Group) -> str:
     """Return why an engine has no bound on its KV memory; "": it has one."""
     if not native:
         return "the model runs through transformers"
-    return f"the device is {device}" if device != "cpu" else _why_on_torch(group)
+    reason = "" if device != "cpu" else _why_on_torch(group)
+    return reason and f"the model runs on torch ({reason})"
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import pytest
 from outrider.config import VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.engine.cpu.engine import SPARE, CpuEngine
+from outrider.engine.device import DeviceEngine
+from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
 from outrider.engine.engine import PAGE, SCRATCH
 from outrider.errors import ConfigError
 from tests.verifier.test_step_loop import MODELS, PLAN, TEXT, Free, draft
@@ -43,7 +45,7 @@ def bounded(pages: int | None, slots: int = 6) -> StepScheduler:
 def taken(loop: StepScheduler) -> int:
     """Bytes of KV."""
     engine = loop._engine
-    assert isinstance(engine, CpuEngine)
+    assert isinstance(engine, CpuEngine | DeviceEngine)
     return engine.kv_bytes_taken
 
 
@@ -101,6 +103,28 @@ async def test_texts_are_the_same_whether_there_is_memory_for_all_or_hardly_for_
         loop._executor.close()
     assert free._memory.preempted == 0
     free._executor.close()
+
+
+async def test_sessions_on_a_device_wait_for_one_another_too() -> None:
+    def on_device(kv_memory: int | None) -> StepScheduler:
+        engine = DeviceEngine.load(
+            MODELS / "drafter", device="cpu", dtype="float32", slots=8, rows=180 + SCRATCH, kv_memory=kv_memory
+        )
+        engine.context = 180
+        assert (engine.memory(0, 0, 1) is None) is (kv_memory is None)
+        return StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+
+    prompts = texts(8)
+    free = on_device(None)
+    expected = await finished(free, [begun(free, f"s{number}", text, most=120) for number, text in enumerate(prompts)])
+    pages = pages_of(180 + 2 * SCRATCH) + TEXT_SPARE
+    loop = on_device(pages * free._engine.kv_bytes // (8 * pages_of(180 + SCRATCH) + 1))
+    sessions = [begun(loop, f"s{number}", text, most=120, plan=PLAN) for number, text in enumerate(prompts)]
+    assert await finished(loop, sessions) == expected
+    assert loop._memory.preempted > 0
+    assert (free._memory.preempted, loop._engine.kv_tokens) == (0, pages * PAGE_ROWS)
+    for stopped in (free, loop):
+        stopped._executor.close()
 
 
 async def test_the_first_in_line_is_never_preempted() -> None:
@@ -163,7 +187,7 @@ async def test_what_sessions_share_counts_once() -> None:
     ("change", "problem"),
     [
         ({"kv_memory": "1MiB"}, "kv_memory: 1048576 bytes are too few for one text"),
-        ({"kv_memory": "1GiB", "device": "cuda"}, "kv_memory: only the compiled kernels .* the device is cuda"),
+        ({"kv_memory": "1GiB", "backend": "transformers"}, "kv_memory: the model runs through transformers, which"),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ FloatRow = NDArray[np.float64]
 FloatT = TypeVar("FloatT", bound=np.floating[Any])
 
 
-class History:
+class Occurrences:
     """Counts how often each token occurs, for the penalties. Ids outside the vocabulary are not counted."""
 
     def __init__(self, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
@@ -50,7 +50,7 @@ def ids_within(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
     return every[every < vocabulary]
 
 
-def penalize(scores: FloatRow, contract: Contract, history: History) -> None:
+def penalize(scores: FloatRow, contract: Contract, history: Occurrences) -> None:
     """Lower, in place, the logits of tokens that occurred before.
 
     Sources: Keskar et al., "CTRL", arXiv 1909.05858, section 4.1 (repetition; negative logits are multiplied, as in

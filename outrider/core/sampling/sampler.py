@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.compiled import compiled_sampler
-from outrider.core.sampling.filters import FloatRow, History, best_of, ids_within, keep_sampled, penalize
+from outrider.core.sampling.filters import FloatRow, Occurrences, best_of, ids_within, keep_sampled, penalize
 from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw, NoiseRows, generation_base
-from outrider.core.sampling.restriction import Restriction
+from outrider.core.sampling.restriction import History, Restriction
 from outrider.core.session.contract import Contract
 
 
@@ -53,27 +53,33 @@ class Sampler:
         self._length = len(tokens)
         self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be chosen
         self._noise = NoiseRows.of(contract, vocabulary)
-        self._history = History(vocabulary, tokens, answer_position) if contract.penalizes else None
+        self._counts = Occurrences(vocabulary, tokens, answer_position) if contract.penalizes else None
+        self._history = History(tokens, answer_position) if contract.penalizes else None
         self._biased = ids_within([token for token, _ in contract.logit_bias], vocabulary)
         self._bias = np.array([by for _, by in contract.logit_bias])[: self._biased.size]  # in the order of the ids
         self._stops = ids_within(contract.stop_ids, vocabulary)
         self._banned = self._forbidden_ids(vocabulary)
         self._vocabulary = vocabulary
 
-    def draw(self, *, restricts: bool) -> Draw | None:
-        """Return what `choose` needs beside the logits; None where it needs more than an engine can take, with
-        `restricts` one that takes restrictions."""
+    def draw(self, *, restricts: bool, penalizes: bool = False) -> Draw | None:
+        """Return what `choose` needs beside the logits; None where it needs more than an engine can take.
+
+        `restricts`: the engine takes restrictions; `penalizes`: penalties, too, for rows whose paths it knows.
+        """
         contract = self.contract
-        if contract.penalizes or not (restricts or contract.unrestricted):
-            return None
-        return None if self._stops.size and self._length < self._first_stop else self._draw
+        if contract.unrestricted and not (self._stops.size and self._length < self._first_stop):
+            return Draw(self._base, contract.temperature)
+        return self._restricted if restricts and (penalizes or not contract.penalizes) else None
 
     @cached_property
-    def _draw(self) -> Draw:
+    def _base(self) -> int:
+        return generation_base(self.contract.seed, self.contract.choice)
+
+    @cached_property
+    def _restricted(self) -> Draw:
         """The same at every position; made when an engine asks for it."""
-        contract = self.contract
-        base = generation_base(contract.seed, contract.choice)
-        return Draw(base, contract.temperature, Restriction.of(contract, self._vocabulary))
+        restriction = Restriction.of(self.contract, self._vocabulary, self._first_stop, self._history)
+        return Draw(self._base, self.contract.temperature, restriction)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
@@ -81,8 +87,10 @@ class Sampler:
         if self._compiled is not None:
             self._compiled.extend(tokens)
         self._noise.forget_below(self._length)
+        if self._counts is not None:
+            self._counts.extend(tokens)
         if self._history is not None:
-            self._history.extend(tokens)
+            self._history.tokens += tokens
 
     def prepare(self, position: int) -> None:
         """Compute the noise of `position` in advance, if numpy chooses."""
@@ -98,9 +106,9 @@ class Sampler:
         scores = logits.astype(np.float64)
         if self._biased.size:
             scores[self._biased] += self._bias
-        if self._history is not None:
-            with self._history.following(path):
-                penalize(scores, self.contract, self._history)
+        if self._counts is not None:
+            with self._counts.following(path):
+                penalize(scores, self.contract, self._counts)
         if self._banned.size:
             scores[self._banned] = -np.inf
         if self._stops.size and self._length + len(path) < self._first_stop:

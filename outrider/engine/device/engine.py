@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import cast, get_args
 
@@ -37,6 +36,7 @@ from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder,
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.float8 import Float8Weight, linear8
 from outrider.engine.device.input_buffers import (
+    MOST_MOVES,
     NO_OUTPUTS,
     InputBuffers,
     OutputInputs,
@@ -44,13 +44,13 @@ from outrider.engine.device.input_buffers import (
     RowInputs,
     moves_of,
 )
+from outrider.engine.device.int4 import GroupedInt4Weight, linear4
 from outrider.engine.device.kernels import Kernels, LayerForm
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
-from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
-from outrider.engine.device.restrictions import TOP, RestrictionBuffers, choose_restricted, likeliest
-from outrider.engine.device.sampling import noise_steps
+from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, PageTable, pages_of
+from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
-from outrider.engine.device.weights import DeviceDtype, ModelWeights, load_weights
+from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
 from outrider.engine.layer_selection import kept_layers
@@ -58,14 +58,17 @@ from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
-ROW_TILE = 8  # a slot's cache rows are a multiple of so many
-VERIFIED = 2  # candidates of a row for a verifier: the token, and the next best for the gap between the two
 WORKSPACE_BYTES = 3 * 2**29  # of a device's memory that recordings, libraries and intermediate results may take
 GREEDY = Draw(0, 0.0)
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
-CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {"float8": (8, 9), "bfloat16": (8, 0), "float32": (7, 0)}
-CONVERTED = 2**24  # weights of 8 bits that are converted at once, for passes of many rows
-_NO_MOVES = np.empty((3, 0), np.int64)
+CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {
+    "float8": (8, 9),
+    "bfloat16": (8, 0),
+    "float32": (7, 0),
+    "int4": (8, 0),
+}
+CONVERTED = 2**24  # weights of 8 or 4 bits that are converted at once, for passes of many rows
+_NO_MOVES = np.empty((2, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +80,22 @@ class _Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The recorded head and choice, for one number of outputs and of candidates."""
-
-    logits: Tensor  # [outputs, vocabulary] float32
-    choices: Tensor | None  # [outputs, 2 * candidates] float64: tokens, then their scores
-    likeliest: Tensor | None  # see `likeliest`
-    replays: list[Replay]
-
-    def replay(self) -> None:
-        """Compute them."""
-        for replay in self.replays:
-            replay()
-
-
-@dataclass(frozen=True, slots=True)
 class _Pass:
     """A pass that is ready to be launched."""
 
     segments: list[Segment]
     layers: _Layers
     runs: list[Outputs]  # at least one, which may be empty
-    heads: list[_Head | None]  # of each run
+    heads: list[Head | None]  # of each run
 
 
 class DeviceEngine(Engine):
     """A model on a device, or a rank's part of it.
 
-    Weights, KV and outputs of linears are bfloat16 or float32; with float8 the layers' linears have weights of 8 bits,
-    and all else is bfloat16. Residual stream, norms, rotations and logits are float32. A row's last bits depend on its
-    pass's number of rows, and on its place in a tile of attention. In a group of ranks only rank 0 has the logits.
+    Weights, KV and outputs of linears are bfloat16 or float32; with float8 or int4 the layers' linears have weights of
+    8 or 4 bits, and all else is bfloat16. Residual stream, norms, rotations and logits are float32. A row's last bits
+    depend on its pass's number of rows, and on its place in a tile of attention. In a group of ranks only rank 0 has
+    the logits.
     """
 
     def __init__(
@@ -118,16 +107,17 @@ class DeviceEngine(Engine):
         device: torch.device,
         slots: int,
         rows: int,
+        pages: int,
         group: TensorGroup,
         kernels: Kernels,
         recorder: Recorder,
     ) -> None:
-        """`config`: the shape of this rank's part. Raises ConfigError if the device has too little memory for it."""
+        """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together."""
         dtype = weights.head.dtype
-        tiled = -(-(rows + 1) // ROW_TILE) * ROW_TILE  # one more row, for the keys and values of padding
-        shape = (config.layers, 2, slots, config.kv_heads, tiled, config.head_dim)
-        _check_memory(device, shape, dtype)
+        shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._table = PageTable(slots, rows, pages)
+        self._bounded = pages < slots * pages_of(rows)
         super().__init__(
             Traits(
                 vocabulary=config.vocabulary,
@@ -142,6 +132,7 @@ class DeviceEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=weights.bytes_of_a_pass,
                 kv_bytes=self._cache.nbytes,
+                kv_tokens=pages * PAGE_ROWS if self._bounded else 0,
                 samples=True,
                 restricts=True,
                 unpadded_vocabulary=config.unpadded_vocabulary,
@@ -158,17 +149,21 @@ class DeviceEngine(Engine):
         self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         plans = [self._plan(count) for count in ROWS]
         self._attention = AttentionBuffers.of(plans, device)
-        self._inputs = InputBuffers(plans[-1], rows, device)
-        converted = CONVERTED if weights.dtype == "float8" and device.type == "cuda" else 0
+        self._inputs = InputBuffers(plans[-1], self._table, device)
+        converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
-        self._restrictions = RestrictionBuffers(device)
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
         self._layers: dict[int, _Layers] = {}  # by rows
-        outputs = 0 if group.shard.rank else OUTPUTS[-1]  # rank 0 alone has the logits
-        self._logits = torch.zeros(outputs, config.vocabulary, device=device)
-        self._heads: dict[tuple[int, int, bool], _Head] = {}  # by outputs, candidates, and whether with restrictions
-        self._gathers: dict[int, Replay] = {}  # by outputs, in a group of ranks
-        self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
+        self._choice = TokenChoice(
+            config,
+            slots,
+            parts=self._logit_parts,
+            inputs=self._inputs,
+            kernels=kernels,
+            group=group,
+            record=lambda work: self._recorder.record(work),
+            device=device,
+        )
 
     @classmethod
     def load(
@@ -184,8 +179,11 @@ class DeviceEngine(Engine):
         numerics: Numerics = "fast",
         group: TensorGroup = ALONE,
         progress: Callable[[float], None] | None = None,
+        kv_memory: int | None = None,
     ) -> DeviceEngine:
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
+
+        `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
 
         Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
         type of weights that is not supported.
@@ -205,6 +203,7 @@ class DeviceEngine(Engine):
             slots=slots,
             rows=rows,
             group=group,
+            kv_memory=kv_memory,
         )
         weights.finish()
         return engine
@@ -222,23 +221,28 @@ class DeviceEngine(Engine):
         slots: int,
         rows: int | None = None,
         group: TensorGroup = ALONE,
+        kv_memory: int | None = None,
     ) -> DeviceEngine:
         """Make an engine over weights from any source."""
         check_sizes(slots, rows)
         torch_device = check_device(device)
         if dtype not in get_args(DeviceDtype):
-            raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16 or float8 with device {device}")
+            raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16, float8 or int4 with device {device}")
         _check_capability(torch_device, cast(DeviceDtype, dtype))
         kernels = kernels_for(torch_device)
         kept = range(config.layers) if kept is None else kept
+        rows = config.context + SCRATCH if rows is None else rows
+        part = group.shard.config(replace(config, layers=len(kept)))
         with torch.inference_mode(), _fitting(torch_device):
+            weights = load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype))
             return cls(
-                group.shard.config(replace(config, layers=len(kept))),
-                load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype)),
+                part,
+                weights,
                 digest,
                 device=torch_device,
                 slots=slots,
-                rows=config.context + SCRATCH if rows is None else rows,
+                rows=rows,
+                pages=_pages_for(torch_device, part, weights.head.dtype, slots, rows, kv_memory, group),
                 group=group,
                 kernels=kernels,
                 recorder=CudaGraphs(torch_device) if torch_device.type == "cuda" else NoRecorder(),
@@ -254,20 +258,27 @@ class DeviceEngine(Engine):
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
-        if len(source):
-            self._moves.append((slot, source, destination))
+        self._table.move(slot, source, destination)
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
-        with torch.inference_mode(), self._current_device():
-            for moves in self._take_moves():
-                self._move(moves)
-            self._cache[:, :, target, :, :rows].copy_(self._cache[:, :, source, :, :rows])
+        self._table.copy(source, target, rows)
+
+    def release(self, slot: int, rows: int) -> None:
+        self._table.release(slot, rows)
+
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        return (self._table.needed(slot, first, end), self._table.free) if self._bounded else None
 
     @property
-    def rows_held(self) -> int:
-        """Cache rows of a slot, with the spare one and those of rounding up."""
-        return self._cache.shape[4]
+    def row_bytes(self) -> int:
+        """Bytes of the KV of one row."""
+        return self._cache.nbytes // (self._cache.shape[2] * PAGE_ROWS)
+
+    @property
+    def kv_bytes_taken(self) -> int:
+        """Bytes of all pages in use; a page that several slots share counts once."""
+        return (self._table.pages - self._table.free) * PAGE_ROWS * self.row_bytes
 
     def record(self) -> None:
         """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds.
@@ -280,9 +291,7 @@ class DeviceEngine(Engine):
             for count in reversed(ROWS):
                 self._layers_for(count)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
-                    self._head_of(count, min(candidates, self.vocabulary))
-                    if candidates and count <= RESTRICTED:
-                        self._head_of(count, min(candidates, self.vocabulary), restricted=True)
+                    self._choice.record(count, min(candidates, self.vocabulary))
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
@@ -294,22 +303,26 @@ class DeviceEngine(Engine):
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
-            *earlier, moves = self._take_moves() or [_NO_MOVES]
-            for batch in earlier:
-                self._move(batch)
+            for it in segments:
+                end = it.prefix + it.span
+                self._table.prepare(it.slot, end - len(it.tokens), end)
+            moves = self._table.take_moves()
+            if moves.shape[1] > moves_of(passes[0].layers.plan.rows):
+                self._move(moves)
+                moves = _NO_MOVES
             for prepared in passes:
-                if moves.shape[1] > moves_of(prepared.layers.plan.rows):
-                    self._move(moves)
-                    moves = _NO_MOVES
                 self._inputs.send(prepared.layers.plan, prepared.segments, prepared.runs[0], moves)
-                prepared.layers.replay()
                 moves = _NO_MOVES
                 for index, (run, head) in enumerate(zip(prepared.runs, prepared.heads, strict=True)):
+                    chosen = self._choice.send(run, candidates)
                     if index:
                         self._inputs.send_outputs(run)
+                    else:
+                        prepared.layers.replay()
                     if head is not None:
                         last = prepared is passes[-1] and index == len(prepared.runs) - 1
-                        self._compute_head(head, run, result, last=last)
+                        self._choice.compute(head, run, chosen, result, last=last)
+            self._group.finish()
         return result
 
     def _prepare(
@@ -319,21 +332,7 @@ class DeviceEngine(Engine):
         segments = [part.segment for part in parts]
         layers = self._layers_for(round_up(sum(len(it.tokens) for it in segments), ROWS))
         runs = Outputs.of(parts, draws, first).divided()
-        return _Pass(segments, layers, runs, [self._head_for(run, candidates) for run in runs])
-
-    def _compute_head(self, head: _Head, outputs: Outputs, result: DeviceLogits, *, last: bool) -> None:
-        """Compute logits, and choose tokens where there are draws. `last`: nothing of this call overwrites them."""
-        drawn = outputs.drawn
-        if outputs.restrictions and self._group.shard.rank == 0:
-            drawn = drawn & self._restrictions.send(outputs.restrictions)
-        head.replay()
-        if self._group.shard.rank == 0:
-            logits, choices, likely = head.logits, head.choices, head.likeliest
-            if not last:
-                logits = logits.clone()
-                choices, likely = (None if it is None else it.clone() for it in (choices, likely))
-            wanted = [None if it is None else it.logprobs for it in outputs.restrictions]
-            result.add(outputs.places, drawn, logits, choices, likely, wanted)
+        return _Pass(segments, layers, runs, [self._choice.head(run, candidates) for run in runs])
 
     def _layers_for(self, count: int) -> _Layers:
         """Return the layers at a number of rows, recorded over padding alone at their first use."""
@@ -343,57 +342,6 @@ class DeviceEngine(Engine):
             self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
             self._layers[count] = _Layers(plan, self._recorder.record(lambda: self._compute_layers(plan, inputs)))
         return self._layers[count]
-
-    def _head_for(self, outputs: Outputs, candidates: int) -> _Head | None:
-        """Return the head and the choice for some outputs, if there are any."""
-        if not len(outputs.rows):
-            return None
-        count, drawn = round_up(len(outputs.rows), OUTPUTS), outputs.drawn.any()
-        return self._head_of(count, candidates if drawn else 0, restricted=bool(drawn and outputs.restrictions))
-
-    def _head_of(self, count: int, candidates: int, *, restricted: bool = False) -> _Head:
-        """Return the head and the choice at a number of outputs, recorded at their first use."""
-        if (count, candidates, restricted) not in self._heads:
-            inputs, logits = self._inputs.outputs(count), self._logits[:count]
-            choices = (
-                torch.zeros(count, 2 * candidates, dtype=torch.float64, device=self.device) if candidates else None
-            )
-            verifies = restricted and candidates == VERIFIED
-            likely = torch.zeros(count, 2 + 2 * TOP, dtype=torch.float64, device=self.device) if verifies else None
-            self._inputs.send_outputs(NO_OUTPUTS)
-
-            def choose(parts: Tensor) -> None:
-                unpadded = self._config.unpadded_vocabulary or self.vocabulary
-                keys, temperatures = inputs.keys, inputs.temperatures
-                self._kernels.choose(parts, logits, keys, temperatures, unpadded, None if restricted else choices)
-                if restricted and choices is not None:
-                    steps = noise_steps(self.vocabulary, self.device)
-                    given = self._restrictions.inputs(count)
-                    choices.copy_(choose_restricted(logits, keys, temperatures, given, steps, candidates))
-                    if likely is not None:
-                        likely.copy_(likeliest(logits, choices[:, 0].long()))
-
-            if self._group.shard.of == 1:
-                replays = [self._recorder.record(lambda: choose(self._logit_parts(inputs)))]
-            else:  # all ranks record the sum, rank 0 alone what it chooses
-                replays = [self._gathering(count, inputs, logits)]
-                if self._group.shard.rank == 0:
-                    replays.append(self._recorder.record(lambda: choose(logits)))
-            self._heads[count, candidates, restricted] = _Head(logits, choices, likely, replays)
-        return self._heads[count, candidates, restricted]
-
-    def _gathering(self, count: int, inputs: OutputInputs[Tensor], logits: Tensor) -> Replay:
-        """Return what brings the logits of all ranks to rank 0, recorded at its first use."""
-
-        def gather() -> None:
-            parts = self._logit_parts(inputs)
-            gathered = self._group.gather(parts.view(-1, count, parts.shape[1]).sum(0))
-            if gathered is not None:
-                logits.copy_(gathered[:, : self.vocabulary])
-
-        if count not in self._gathers:
-            self._gathers[count] = self._recorder.record(gather)
-        return self._gathers[count]
 
     def _compute_layers(self, plan: AttentionPlan, inputs: RowInputs[Tensor]) -> None:
         """Move cache rows, and compute the residual stream of all rows, with their keys and values."""
@@ -410,13 +358,12 @@ class DeviceEngine(Engine):
                 self._sin,
                 inputs.positions,
                 self._cache[index],
-                inputs.written_slots,
-                inputs.written_rows,
+                inputs.places,
                 layer.head_norms,
             )
             keys, values = self._cache[index]
             attended = kernels.attend(
-                queries, keys, values, inputs.tiles, inputs.trees, plan=plan, buffers=self._attention
+                queries, keys, values, inputs.tiles, inputs.trees, inputs.pages, plan=plan, buffers=self._attention
             )
             out = add(self._linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
             normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, out)
@@ -426,9 +373,11 @@ class DeviceEngine(Engine):
                 normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
         torch.add(hidden, out, out=self._hidden[: plan.rows])
 
-    def _linear(self, x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(weight, Float8Weight):
             return linear8(x, weight, bias, self._converted)
+        if isinstance(weight, GroupedInt4Weight):
+            return linear4(x, weight, bias, self._converted)
         return linear(x, weight, bias)
 
     def _logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
@@ -444,31 +393,24 @@ class DeviceEngine(Engine):
             kv_heads=form.kv_heads,
             dim=form.head_dim,
             dtype=self._cache.dtype,
-            slots=2 * self.slots,  # a chain and the tree behind it may be two segments of a pass
+            segments=2 * self.slots,  # a chain and the tree behind it may be two
+            text_pages=pages_of(self.rows),
         )
 
-    def _take_moves(self) -> list[NDArray[np.int64]]:
-        """Return all queued moves in order, [3, moves] slots, sources, targets; those of different slots together."""
-        batches = []
-        while self._moves:
-            together: dict[int, tuple[int, NDArray[np.int64], NDArray[np.int64]]] = {}
-            for move in self._moves:
-                if move[0] in together:
-                    break
-                together[move[0]] = move
-            self._moves = self._moves[len(together) :]
-            slots = np.concatenate([np.full(len(source), slot) for slot, source, _ in together.values()])
-            sources = np.concatenate([source for _, source, _ in together.values()])
-            targets = np.concatenate([target for _, _, target in together.values()])
-            batches.append(np.stack([slots, sources, targets]))
-        return batches
-
     def _move(self, moves: NDArray[np.int64]) -> None:
-        """Move cache rows outside of a pass. The host does not wait for it."""
-        host = torch.from_numpy(moves)
-        # torch keeps pinned memory until the copy has read it.
-        on_device = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-        self._kernels.move(self._cache, *on_device)
+        """Move cache rows outside of a pass. The host does not wait for it.
+
+        Rows go to places that no move reads first, some at a time, because a kernel holds all rows that it moves.
+        """
+        sources, targets = moves
+        free = ~np.isin(targets, sources)
+        copies, rest = moves[:, free], moves[:, ~free]
+        parts = [copies[:, at : at + MOST_MOVES] for at in range(0, copies.shape[1], MOST_MOVES)]
+        for part in (*parts, rest) if rest.size else parts:
+            host = torch.from_numpy(np.ascontiguousarray(part))
+            # torch keeps pinned memory until the copy has read it.
+            on_device = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+            self._kernels.move(self._cache, *on_device)
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Make this engine's device the current one, which torch keeps for each thread."""
@@ -492,20 +434,41 @@ def _check_capability(device: torch.device, dtype: DeviceDtype) -> None:
         )
 
 
-def _check_memory(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ConfigError when a cache of that shape does not fit into a device's free memory."""
-    if device.type != "cuda":
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    needed, room = prod(shape) * dtype.itemsize, max(0, free - WORKSPACE_BYTES)
-    if needed > room:
-        _, _, slots, _, rows, _ = shape
-        possible = room * slots // needed
-        advice = f"lower slots to {possible}" if possible else "lower the context, use float8, or a larger device"
+def _pages_for(
+    device: torch.device,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    slots: int,
+    rows: int,
+    kv_memory: int | None,
+    group: TensorGroup,
+) -> int:
+    """Return how many pages of KV there are: those of all slots, or as many as fit; all ranks have equally many.
+
+    `config`: of this rank's part. Raises ConfigError if one text does not fit.
+    """
+    page = 2 * config.layers * config.kv_heads * PAGE_ROWS * config.head_dim * dtype.itemsize
+    whole = slots * pages_of(rows)
+    least = min(whole, pages_of(rows + SCRATCH) + TEXT_SPARE)
+    pages = whole if kv_memory is None else min(whole, kv_memory // page)
+    if pages < least:
         raise ConfigError(
-            f"slots: the KV of {slots} texts of {rows} tokens takes {needed / 2**30:.1f} GiB, and "
-            f"{room / 2**30:.1f} GiB of {device} are free for it; {advice}"
+            f"kv_memory: {kv_memory} bytes are too few for one text of {rows - SCRATCH} tokens; give at least "
+            f"{least * page}, or a shorter context"
         )
+    if device.type == "cuda":
+        room = max(0, torch.cuda.mem_get_info(device)[0] - WORKSPACE_BYTES) // page - 1
+        if room < least:
+            raise ConfigError(
+                f"context: the KV of one text of {rows - SCRATCH} tokens takes {least * page / 2**30:.1f} GiB, and "
+                f"{max(0, room * page) / 2**30:.1f} GiB of {device} are free for it; lower the context, use "
+                "float8 or int4, or a larger device"
+            )
+        pages = min(pages, room)
+    if group.shard.of > 1:
+        group.barrier()  # others may still load
+        pages = int(group.all_gather(torch.tensor([pages])).min())
+    return pages
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Float8Weight(NamedTuple):
         return self.values.nbytes + self.scales.nbytes
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """What a program of the kernel computes, and how."""
 
     outputs: int
@@ -49,12 +49,12 @@ class _Tile(NamedTuple):
 
 
 # Measured on an H100 for the linears of Llama-3.2-1B and 3.1-8B; those of 32 and 64 rows are not.
-_SHALLOW = _Tile(32, 256, weights_first=False, num_warps=4, num_stages=4, programs=128)
+_SHALLOW = Tile(32, 256, weights_first=False, num_warps=4, num_stages=4, programs=128)
 _SHALLOW_INPUTS = 4096  # up to which a program takes all inputs of few outputs, so that no parts are added
 _TILES = {
-    16: _Tile(64, 128, weights_first=False, num_warps=4, num_stages=4, programs=200),
-    32: _Tile(128, 128, weights_first=False, num_warps=4, num_stages=3, programs=256),
-    64: _Tile(128, 64, weights_first=False, num_warps=4, num_stages=4, programs=256),
+    16: Tile(64, 128, weights_first=False, num_warps=4, num_stages=4, programs=200),
+    32: Tile(128, 128, weights_first=False, num_warps=4, num_stages=3, programs=256),
+    64: Tile(128, 64, weights_first=False, num_warps=4, num_stages=4, programs=256),
 }  # by rows, padded
 
 
@@ -80,7 +80,11 @@ class Float8Plan:
             raise ValueError(f"a float8 linear of {rows} rows, of at most {FEW_ROWS}")
         padded = next(most for most in _TILES if rows <= most)
         shallow = padded == min(_TILES) and _SHALLOW.inputs <= inputs <= _SHALLOW_INPUTS
-        tile = _SHALLOW if shallow else _TILES[padded]
+        return cls.tiled(padded, inputs, outputs, _SHALLOW if shallow else _TILES[padded])
+
+    @classmethod
+    def tiled(cls, padded: int, inputs: int, outputs: int, tile: Tile) -> Float8Plan:
+        """Return a plan with tiles of given sizes, and enough programs."""
         steps, splits = -(-inputs // tile.inputs), 1
         while splits < min(MAX_SPLITS, steps // 2) and -(-outputs // tile.outputs) * splits < tile.programs:
             splits *= 2
@@ -194,18 +198,19 @@ def planned(x: Tensor, weight: Float8Weight, bias: Tensor | None, plan: Float8Pl
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if split:
-        _finish(sums, weight.scales, bias, result)
+        finished(sums, weight.scales, bias, result)
     return result
 
 
-def _finish(sums: Tensor, scales: Tensor, bias: Tensor | None, result: Tensor) -> None:
-    """Write the results, [rows, outputs] with contiguous rows, from the sums of their parts."""
+def finished(sums: Tensor, scales: Tensor | None, bias: Tensor | None, result: Tensor) -> None:
+    """Write the results, [rows, outputs] with contiguous rows, from the sums of their parts. `scales`: of outputs."""
     from outrider.engine.device.float8_kernels import finish
 
     splits, rows, outputs = sums.shape
     finish[(-(-outputs // FINISHED), rows)](
-        sums, scales, scales if bias is None else bias, result, rows, outputs, result.stride(0),
-        SPLITS=splits, BIASED=bias is not None, BLOCK=FINISHED, num_warps=4,
+        sums, sums if scales is None else scales, sums if bias is None else bias, result, rows, outputs,
+        result.stride(0), SPLITS=splits, SCALED=scales is not None, BIASED=bias is not None, BLOCK=FINISHED,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -224,7 +229,7 @@ def _converted(x: Tensor, weight: Float8Weight, bias: Tensor | None, buffer: Ten
         weights = room[: part.stop - first]
         weights.copy_(weight.values[part])
         sums = product(x, weights)
-        _finish(sums[None], weight.scales[part], None if bias is None else bias[part], result[:, part])
+        finished(sums[None], weight.scales[part], None if bias is None else bias[part], result[:, part])
     return result
 
 

@@ -1,4 +1,5 @@
-"""The kernels of `float8.linear8`, in Triton: the product with a part of the inputs, and the sum of the parts.
+"""The kernels of `float8.linear8`, in Triton: the product with a part of the inputs, and the sum of the parts, which
+`int4.linear4` uses, too.
 
 The first reads each weight once, and reads ahead of the tensor cores. Where outputs are few, programs share the inputs
 of an output; the second kernel adds their sums in a fixed order. There are no atomics, so results repeat bit by bit.
@@ -80,6 +81,7 @@ def finish(
     outputs: tl.tensor,
     result_row: tl.tensor,
     SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -90,7 +92,8 @@ def finish(
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(sums + (split * rows + row) * outputs + output, mask=inside, other=0.0)
-    total *= tl.load(scales + output, mask=inside, other=0.0)
+    if SCALED:
+        total *= tl.load(scales + output, mask=inside, other=0.0)
     if BIASED:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + row * result_row + output, total.to(result.dtype.element_ty), mask=inside)

@@ -39,15 +39,14 @@ class Kernels(Protocol):
         sin: Tensor,
         positions: Tensor,
         cache: Tensor,
-        slots: Tensor,
-        rows: Tensor,
+        places: Tensor,
         norms: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Rotate queries and keys by RoPE, write keys and values to a layer's cache, return the queries.
 
         `new`: [rows, (heads + 2 * kv_heads) * dim], the queries first; `cos`, `sin`: [positions, dim / 2] float32;
-        `cache`: [2, slots, kv_heads, rows held, dim]: row r goes to row rows[r] of slot slots[r]. `norms`: weights
-        [dim] of the norms of each query and key, where a model has them. Returns [rows, heads, dim].
+        `cache`: [2, pages, kv_heads, PAGE_ROWS, dim]; `places`: [rows] int64, see `PageTable`. `norms`: weights [dim]
+        of the norms of each query and key, where a model has them. Returns [rows, heads, dim].
         """
 
     def attend(
@@ -57,6 +56,7 @@ class Kernels(Protocol):
         values: Tensor,
         tiles: Tensor,
         trees: Tensor,
+        pages: Tensor,
         *,
         plan: AttentionPlan,
         buffers: AttentionBuffers,
@@ -89,9 +89,9 @@ class Kernels(Protocol):
         None: nothing is chosen. The lowest id wins a tie.
         """
 
-    def move(self, cache: Tensor, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Copy row sources[i] of slot slots[i] to row targets[i] in all layers; all are read before one is written. No
-        row is the target of two moves, but for those to themselves.
+    def move(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy the row at sources[i] to targets[i] in all layers; all are read before one is written. No place is the
+        target of two moves, but for those to themselves.
 
-        `cache`: [layers, 2, slots, kv_heads, rows held, dim]; the others: [moves] int64.
+        `cache`: [layers, 2, pages, kv_heads, PAGE_ROWS, dim]; `sources`, `targets`: [moves] int64, places.
         """

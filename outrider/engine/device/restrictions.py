@@ -1,4 +1,7 @@
-"""Choice of tokens on the device under a bias, bans and filters: `outrider.core.sampling.filters` defines them."""
+"""Choice of tokens on the device under a bias, bans, penalties and filters.
+
+`outrider.core.sampling.filters` defines them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outrider.core.sampling.restriction import Restriction
 from outrider.core.session.contract import MAX_LOGPROBS
+from outrider.engine.device.penalties import PenaltyInputs, penalized
+from outrider.engine.device.restricted_rows import RestrictedRow, grouped
 from outrider.engine.device.sampling import best, gumbel, noise_bits, scores
+from outrider.engine.device.staging import FLAG, FLOAT, INTEGER, Staging, placed
 
 OUTPUTS = 64  # rows of which tokens are chosen together
 DEPTH = 1024  # best tokens of a row among which its filters are applied
@@ -30,65 +35,76 @@ class RestrictionInputs(NamedTuple):
     top_p: Tensor  # [outputs] float64
     log_min_p: Tensor  # [outputs] float64; -inf keeps all
     only: Tensor  # [outputs] bool, whether tokens without an entry are banned
-    entries: Tensor  # [2, entries] int64, the rows and tokens; those of padding are of row `OUTPUTS`
-    added: Tensor  # [entries] float64, to their logits
+    used: Tensor  # [1] int64, entries that there are
+    entries: Tensor  # [entries, 3] float64: rows, tokens, and what is added to their logits
+
+
+_NEUTRAL = (False, 0, 1.0, -np.inf, False)  # of the first ones
 
 
 class RestrictionBuffers:
-    """The buffers of an engine. They never move, so recorded graphs read them."""
+    """The buffers of an engine, which recorded graphs read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._host = RestrictionInputs(
-            cuts=torch.zeros(OUTPUTS, dtype=torch.bool),
-            top_k=torch.zeros(OUTPUTS, dtype=torch.int64),
-            top_p=torch.zeros(OUTPUTS, dtype=torch.float64),
-            log_min_p=torch.zeros(OUTPUTS, dtype=torch.float64),
-            only=torch.zeros(OUTPUTS, dtype=torch.bool),
-            entries=torch.zeros(2, ENTRIES, dtype=torch.int64),
-            added=torch.zeros(ENTRIES, dtype=torch.float64),
-        )
-        self._device = RestrictionInputs._make(part.to(device, copy=True) for part in self._host)
+        row = (OUTPUTS,)
+        kinds = (FLAG, INTEGER, FLOAT, FLOAT, FLAG)
+        fields = [*placed([*((kind, row) for kind in kinds), (INTEGER, (1,)), (FLOAT, (ENTRIES, 3))])]
+        self._staging = Staging(fields[-1].stop, device)
+        *self._rows, self._used, self._entries = map(self._staging.array, fields)
+        self._device = RestrictionInputs(*map(self._staging.tensor, fields))
+        self._entries_start = fields[-1].start
         self.send([])
 
     def inputs(self, count: int) -> RestrictionInputs:
         """Return what the choice of so many rows reads on the device."""
-        *rows, entries, added = self._device
-        return RestrictionInputs._make([*(part[:count] for part in rows), entries, added])
+        *rows, used, entries = self._device
+        return RestrictionInputs._make([*(part[:count] for part in rows), used, entries])
 
-    def send(self, restrictions: Sequence[Restriction | None]) -> NDArray[np.bool_]:
-        """Copy the restrictions of at most `OUTPUTS` rows. Return which fit; the host chooses for the others."""
-        *rows, entries, added = (part.numpy() for part in self._host)
-        fits, used = np.ones(len(restrictions), np.bool_), 0
-        for part, neutral in zip(rows, (False, 0, 1.0, -np.inf, False), strict=True):
+    def send(self, rows: Sequence[RestrictedRow | None]) -> NDArray[np.bool_]:
+        """Begin to copy the restrictions of at most `OUTPUTS` rows. Return which fit; the host chooses for others."""
+        self._staging.wait()
+        fits, used = np.ones(len(rows), np.bool_), 0
+        for part, neutral in zip(self._rows, _NEUTRAL, strict=True):
             part.fill(neutral)
-        for row, it in enumerate(restrictions):
-            if it is None:
-                continue
-            end = used + len(it.tokens)
-            if end > ENTRIES:
-                fits[row] = False
-                continue
+        for first, own in grouped(rows):
+            it = own[0].restriction
             log_min_p = np.log(it.min_p) if it.min_p > 0.0 else -np.inf
             cuts = (it.top_k, it.top_p, it.min_p) != (0, 1.0, 0.0)
-            for part, value in zip(rows, (cuts, it.top_k, it.top_p, log_min_p, it.only), strict=True):
-                part[row] = value
-            entries[0, used:end], entries[1, used:end], added[used:end] = row, it.tokens, it.added
-            used = end
-        entries[0, used:], entries[1, used:], added[used:] = OUTPUTS, 0, 0.0
-        for host, device in zip(self._host, self._device, strict=True):
-            device.copy_(host)
+            values = (cuts, it.top_k, it.top_p, log_min_p, it.only)
+            for part, value in zip(self._rows, values, strict=True):
+                part[first : first + len(own)] = value
+            early = np.array([row.position < it.first_stop for row in own])
+            for which, (tokens, added) in ((~early, it.added), (early, it.added_early)):
+                wanted = first + np.flatnonzero(which)
+                taken = wanted[: (ENTRIES - used) // len(tokens)] if len(tokens) else wanted
+                fits[wanted[len(taken) :]] = False
+                stop = used + len(taken) * len(tokens)
+                block = self._entries[used:stop].reshape(len(taken), len(tokens), 3)
+                block[:, :, 0], block[:, :, 1], block[:, :, 2] = taken[:, None], tokens, added
+                used = stop
+        self._used[0] = used
+        self._staging.copy((0, self._entries_start + self._entries[:used].nbytes))
         return fits
 
 
 def choose_restricted(
-    logits: Tensor, keys: Tensor, temperatures: Tensor, given: RestrictionInputs, steps: Tensor, count: int
+    logits: Tensor,
+    keys: Tensor,
+    temperatures: Tensor,
+    given: RestrictionInputs,
+    steps: Tensor,
+    count: int,
+    penalties: PenaltyInputs | None = None,
 ) -> Tensor:
     """Return the `count` best tokens of each row and their scores, as `Kernels.choose` does: [rows, 2 * count] float64.
 
-    `logits`: [rows, vocabulary]; `steps`: `noise_steps`. A row's first score is not a number where the host chooses:
-    where its filters keep more than `DEPTH` tokens, or rounding could decide what they keep or which token is first.
+    `logits`: [rows, vocabulary]; `steps`: `noise_steps`; `penalties`: None if no row has any. A row's first score is
+    not a number where the host chooses: where its filters keep more than `DEPTH` tokens, or rounding could decide what
+    they keep or which token is first.
     """
     allowed = _adjusted(logits, given)
+    if penalties is not None:
+        allowed = penalized(allowed, penalties)
     tokens, values = best(scores(allowed, keys, temperatures, steps), count)
     weights = allowed / torch.where(temperatures == 0.0, 1.0, temperatures)[:, None]
     kept_weights, ids, unknown = _filtered(weights, given)
@@ -131,8 +147,10 @@ def _adjusted(logits: Tensor, given: RestrictionInputs) -> Tensor:
     rows, vocabulary = logits.shape
     adjusted = torch.zeros(rows + 1, vocabulary, dtype=torch.float64, device=logits.device)  # the last: of padding
     adjusted[:rows] = logits
-    at, tokens = given.entries[0].clamp_max(rows), given.entries[1]
-    changed = adjusted[at, tokens] + given.added
+    at, tokens = given.entries[:, 0].long(), given.entries[:, 1].long()
+    unused = torch.arange(len(at), device=at.device) >= given.used
+    at, tokens = at.clamp_max(rows).masked_fill(unused, rows), tokens.masked_fill(unused, 0)
+    changed = adjusted[at, tokens] + given.entries[:, 2]
     adjusted[:rows].masked_fill_(given.only[:, None], -torch.inf)
     adjusted[at, tokens] = changed
     return adjusted[:rows]

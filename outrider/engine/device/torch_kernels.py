@@ -11,6 +11,7 @@ from torch.nn.functional import linear, silu
 
 from outrider.engine.device import sampling
 from outrider.engine.device.kernels import LayerForm
+from outrider.engine.device.page_table import PAGE_ROWS
 from outrider.engine.device.tree_attention import gathered_attention as attend
 
 __all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
@@ -30,8 +31,7 @@ def rotate(
     sin: Tensor,
     positions: Tensor,
     cache: Tensor,
-    slots: Tensor,
-    rows: Tensor,
+    places: Tensor,
     norms: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """See `Kernels.rotate`."""
@@ -42,8 +42,9 @@ def rotate(
         queries, keys = (
             norm(it.float(), by, form.eps, torch.float32) for it, by in zip((queries, keys), norms, strict=True)
         )
-    cache[0, slots, :, rows] = _rotated(keys, *angles).to(new.dtype)
-    cache[1, slots, :, rows] = values
+    pages, rows = places // PAGE_ROWS, places % PAGE_ROWS
+    cache[0, pages, :, rows] = _rotated(keys, *angles).to(new.dtype)
+    cache[1, pages, :, rows] = values
     return _rotated(queries, *angles).to(new.dtype)
 
 
@@ -74,9 +75,10 @@ def choose(
         choices[:, candidates:] = scores
 
 
-def move(cache: Tensor, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+def move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """See `Kernels.move`."""
-    cache[:, :, slots, :, targets] = cache[:, :, slots, :, sources]
+    read = cache[:, :, sources // PAGE_ROWS, :, sources % PAGE_ROWS]
+    cache[:, :, targets // PAGE_ROWS, :, targets % PAGE_ROWS] = read
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

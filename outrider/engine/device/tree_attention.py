@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import Segment
+from outrider.engine.device.page_table import PAGE_ROWS, pages_of
 
 TREE_WORDS = 16  # of bits, for each row of a pass
 TREE_COLUMNS = 32 * TREE_WORDS  # cache rows behind the prefix that a tree may have
-TILE_COLUMNS = 6  # first row in the pass, rows (0: padding), slot, prefix, keys behind the prefix, behind
+TILE_COLUMNS = 6  # first row in the pass, rows (0: padding), first entry in `pages`, prefix, keys behind it, behind
 TREE = -1  # in the column `behind`: each row sees what its bits say; else row i sees keys up to prefix + behind + i
 PROGRAMS = 132  # of a pass that has one text: the processors of an H100; more would cost more than they gain
 MAX_SPLITS = 32
@@ -44,19 +45,23 @@ class AttentionPlan:
     block_n: int  # keys of a block
     tile_rows: int
     capacity: int  # tiles, padding included
+    segments: int  # maximum of a pass
+    text_pages: int  # maximum of a segment's text
     splits: int  # programs that share the keys of a tile: a power of two
     num_warps: int
     num_stages: int
 
     @classmethod
-    def of(cls, rows: int, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, slots: int) -> AttentionPlan:
-        """Choose the sizes. `rows`: of the pass, with padding; `slots`: maximum of segments in a pass.
+    def of(
+        cls, rows: int, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, segments: int, text_pages: int
+    ) -> AttentionPlan:
+        """Choose the sizes. `rows`: of the pass, with padding; `segments`: maximum of a pass with any number of rows.
 
         Raises ValueError for shapes and types that the kernels do not support.
         """
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"tree attention has no kernel for {dtype}")
-        if rows < 1 or slots < 1 or kv_heads < 1 or heads % kv_heads or not 1 <= dim <= 256:
+        if rows < 1 or segments < 1 or kv_heads < 1 or heads % kv_heads or not 1 <= dim <= 256:
             raise ValueError(f"tree attention with {rows} rows, {heads} of {kv_heads} heads of size {dim}")
         group = heads // kv_heads
         folded = rows * group
@@ -78,11 +83,14 @@ class AttentionPlan:
             block_m=block_m,
             block_n=block_n,
             tile_rows=tile_rows,
-            capacity=min(rows, (rows + min(rows, slots) * (tile_rows - 1)) // tile_rows),
+            capacity=min(rows, (rows + min(rows, segments) * (tile_rows - 1)) // tile_rows),
+            segments=min(rows, segments),
+            text_pages=text_pages,
             splits=splits,
             num_warps=8 if exact or block_m * dim > 64 * 128 else 4,
-            # Without a pipeline ptxas does not put wide products one after another.
-            num_stages=1 if block_m > 16 else 3 if not exact and dim <= 128 else 2,
+            # Without a pipeline ptxas does not put wide products one after another. Keys wait for the number of their
+            # page: Triton gives each of the two loads half of the stages.
+            num_stages=1 if block_m > 16 else 5 if not exact and dim <= 128 else 3,
         )
 
     @property
@@ -100,6 +108,7 @@ class AttentionPlan:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "COLUMNS": TILE_COLUMNS,
+            "PAGE": PAGE_ROWS,
             "SPLIT": self.splits > 1,
             "PRECISION": "ieee",
         }
@@ -144,15 +153,16 @@ def tree_attention(
     values: Tensor,
     tiles: Tensor,
     trees: Tensor,
+    pages: Tensor,
     *,
     plan: AttentionPlan,
     buffers: AttentionBuffers,
 ) -> Tensor:
     """Compute the attention of all rows of a pass: queries [rows, heads, dim] -> the same shape and type.
 
-    `keys`, `values`: [slots, kv_heads, rows held, dim], views of the cache, which has the new rows already. `tiles`:
-    [capacity, TILE_COLUMNS] int32, `trees`: [rows, words] int32, as `lay_tiles` wrote them. The last dimension of all
-    is contiguous. The host reads none of them.
+    `keys`, `values`: [pages, kv_heads, PAGE_ROWS, dim], views of the cache, which has the new rows already. `tiles`:
+    [capacity, TILE_COLUMNS] int32, `trees`: [rows, words] int32, as `lay_tiles` wrote them; `pages`: int32, those of
+    each segment's text behind one another. The last dimension of all is contiguous. The host reads none of them.
 
     The result is a view of `buffers`, which the next call overwrites. Rows that belong to no tile are not written.
     """
@@ -161,7 +171,9 @@ def tree_attention(
     assert queries.shape == (plan.rows, plan.heads, plan.dim)
     assert tiles.shape == (plan.capacity, TILE_COLUMNS)
     assert len(trees) == plan.rows
-    assert all(it.stride(-1) == 1 for it in (queries, keys, values, tiles, trees))
+    assert keys.shape[2] == PAGE_ROWS
+    assert PAGE_ROWS % plan.block_n == 0
+    assert all(it.stride(-1) == 1 for it in (queries, keys, values, tiles, trees, pages))
     assert queries.dtype == keys.dtype == values.dtype == plan.dtype
     result = buffers.result[: plan.rows]
     attend[plan.capacity, plan.kv_heads, plan.splits](
@@ -170,6 +182,7 @@ def tree_attention(
         values,
         tiles,
         trees,
+        pages,
         result,
         buffers.accumulators,
         buffers.peaks,
@@ -204,26 +217,28 @@ def gathered_attention(
     values: Tensor,
     tiles: Tensor,
     trees: Tensor,
+    pages: Tensor,
     *,
     plan: AttentionPlan,
     buffers: AttentionBuffers,
 ) -> Tensor:
     """Compute what `tree_attention` does with operations of torch alone, which CPUs have.
 
-    Each row gets a copy of its slot's keys and values, so this serves tests of small models.
+    Each row gets a copy of its text's keys and values, so this serves tests of small models.
     """
     row = torch.arange(plan.rows, device=tiles.device)[:, None]
     first, count = tiles[:, 0], tiles[:, 1]
     member = (row >= first) & (row < first + count)  # [rows, capacity]
     used = member.any(1)
-    first, _, slot, prefix, span, behind = tiles[member.int().argmax(1)].unbind(1)
-    offset = torch.arange(keys.shape[2], device=tiles.device) - prefix[:, None]  # [rows, rows held]
+    first, _, page, prefix, span, behind = tiles[member.int().argmax(1)].unbind(1)
+    key, value = (_texts(held, pages, page, plan.text_pages).float() for held in (keys, values))
+    offset = torch.arange(key.shape[2], device=tiles.device) - prefix[:, None]  # [rows, longest text]
     word = trees.gather(1, (offset >> 5).clamp(0, trees.shape[1] - 1))
     bit = (word >> (offset & 31)) & 1 != 0
     causal = offset <= behind[:, None] + row - first[:, None]
     kept = (offset < span[:, None]) & used[:, None]
     seen = kept & ((offset < 0) | torch.where(behind[:, None] >= 0, causal, bit))
-    key, value = keys[slot].float(), values[slot].float().where(kept[:, None, :, None], 0.0)
+    value = value.where(kept[:, None, :, None], 0.0)
     folded = queries.float().reshape(plan.rows, plan.kv_heads, plan.group, plan.dim)
     scores = (folded @ key.transpose(2, 3)) * plan.dim**-0.5
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
@@ -232,22 +247,34 @@ def gathered_attention(
     return result.copy_(attended.where(used[:, None, None], result))
 
 
+def _texts(held: Tensor, pages: Tensor, first: Tensor, count: int) -> Tensor:
+    """Return the keys or values of each row's text: [rows, kv_heads, count * PAGE_ROWS, dim].
+
+    `first`: of each row, the first page of its text in `pages`. Behind a text's own pages lie any others.
+    """
+    entries = (first[:, None] + torch.arange(count, device=pages.device)).clamp_max(len(pages) - 1)
+    return held[pages[entries].clamp(0, len(held) - 1)].transpose(1, 2).flatten(2, 3)
+
+
 def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int32], trees: NDArray[np.int32]) -> int:
-    """Write the tiles of segments whose rows lie one behind another in the pass; return how many there are.
+    """Write the tiles of segments whose rows lie one behind another in the pass, as do the pages of their texts.
+
+    Returns how many tiles there are.
 
     `tiles`: [capacity, TILE_COLUMNS], all of which is written; `trees`: [rows, words], of which rows with a mask are
     written. Raises ValueError when a mask has more columns than `trees` has bits, or when the tiles are too many.
     """
-    laid, masks, first = [], [], 0
+    laid, masks, first, page = [], [], 0, 0
     for it in segments:
         count, causal = len(it.tokens), it.mask is None
         for within in range(0, count, tile_rows):
             size = min(tile_rows, count - within)
             visible, behind = (within + size, within) if causal else (it.span, TREE)
-            laid.append((first + within, size, it.slot, it.prefix, visible, behind))
+            laid.append((first + within, size, page, it.prefix, visible, behind))
         if it.mask is not None:
             masks.append((first, it.mask))
         first += count
+        page += pages_of(it.prefix + it.span)
     if len(laid) > len(tiles) or first > len(trees):
         raise ValueError(f"{len(laid)} tiles of {first} rows, of at most {len(tiles)} and {len(trees)}")
     tiles[: len(laid)] = laid

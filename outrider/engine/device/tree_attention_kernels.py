@@ -22,6 +22,7 @@ def attend_blocks(
     keys: tl.tensor,
     values: tl.tensor,
     words: tl.tensor,
+    pages: tl.tensor,
     row: tl.tensor,
     present: tl.tensor,
     begin: tl.tensor,
@@ -30,18 +31,22 @@ def attend_blocks(
     end: tl.tensor,
     behind: tl.tensor,
     scale: tl.tensor,
+    key_page: tl.tensor,
+    value_page: tl.tensor,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KEY_ROW: tl.constexpr,
     VALUE_ROW: tl.constexpr,
+    PAGE: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take the keys [begin, stop), block by block, into the softmax of a tile.
 
     `accumulator`: [BLOCK_M, DIM_BLOCK], `peak` and `total`: [BLOCK_M], the state of the online softmax, in float32.
-    `words`: pointers [BLOCK_M] to the bits of each query. Without MASKED all keys are below the prefix.
+    `words`: pointers [BLOCK_M] to the bits of each query; `pages`: to the number of the text's first page. No block of
+    keys is in two pages. Without MASKED all keys are below the prefix.
     """
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, DIM_BLOCK)
@@ -50,8 +55,9 @@ def attend_blocks(
     value_offsets = columns[:, None] * VALUE_ROW + dims[None, :]
     for start in range(begin, stop, BLOCK_N):
         at = start + columns
-        key_block = keys + tl.cast(start, tl.int64) * KEY_ROW + key_offsets
-        value_block = values + tl.cast(start, tl.int64) * VALUE_ROW + value_offsets
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        key_block = keys + page * key_page + start % PAGE * KEY_ROW + key_offsets
+        value_block = values + page * value_page + start % PAGE * VALUE_ROW + value_offsets
         if MASKED:
             loaded = (at < end)[:, None] & inner
             key = tl.load(key_block, mask=loaded, other=0.0)
@@ -82,13 +88,14 @@ def attend_blocks(
     return accumulator, peak, total
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles", "trees"])
+@triton.jit(do_not_specialize_on_alignment=["tiles", "trees", "pages"])
 def attend(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     tiles: tl.tensor,
     trees: tl.tensor,
+    pages: tl.tensor,
     result: tl.tensor,
     accumulators: tl.tensor,
     peaks: tl.tensor,
@@ -96,9 +103,9 @@ def attend(
     scale: tl.tensor,
     query_row: tl.tensor,
     query_head: tl.tensor,
-    key_slot: tl.tensor,
+    key_page: tl.tensor,
     key_head: tl.tensor,
-    value_slot: tl.tensor,
+    value_page: tl.tensor,
     value_head: tl.tensor,
     tree_row: tl.tensor,
     GROUP: tl.constexpr,
@@ -109,6 +116,7 @@ def attend(
     KEY_ROW: tl.constexpr,
     VALUE_ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -122,7 +130,7 @@ def attend(
     if count == 0:
         return
     first = tl.load(tile)
-    slot = tl.load(tile + 2).to(tl.int64)
+    pages += tl.load(tile + 2)
     prefix = tl.load(tile + 3)
     end = prefix + tl.load(tile + 4)
     behind = tl.load(tile + 5)
@@ -145,20 +153,22 @@ def attend(
     query = tl.load(
         queries + (at_row * query_row + at_head * query_head)[:, None] + dims[None, :], mask=used, other=0.0
     )
-    keys += slot * key_slot + tl.cast(head, tl.int64) * key_head
-    values += slot * value_slot + tl.cast(head, tl.int64) * value_head
+    keys += head * key_head
+    values += head * value_head
     words = trees + at_row * tree_row
 
     accumulator = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     accumulator, peak, total = attend_blocks(
-        accumulator, peak, total, query, keys, values, words, row, present,
-        begin, masked, prefix, end, behind, scale, DIM, DIM_BLOCK, BLOCK_N, KEY_ROW, VALUE_ROW, False, PRECISION,
+        accumulator, peak, total, query, keys, values, words, pages, row, present,
+        begin, masked, prefix, end, behind, scale, key_page, value_page,
+        DIM, DIM_BLOCK, BLOCK_N, KEY_ROW, VALUE_ROW, PAGE, False, PRECISION,
     )  # fmt: skip
     accumulator, peak, total = attend_blocks(
-        accumulator, peak, total, query, keys, values, words, row, present,
-        masked, stop, prefix, end, behind, scale, DIM, DIM_BLOCK, BLOCK_N, KEY_ROW, VALUE_ROW, True, PRECISION,
+        accumulator, peak, total, query, keys, values, words, pages, row, present,
+        masked, stop, prefix, end, behind, scale, key_page, value_page,
+        DIM, DIM_BLOCK, BLOCK_N, KEY_ROW, VALUE_ROW, PAGE, True, PRECISION,
     )  # fmt: skip
 
     at = at_row * (tl.num_programs(1) * GROUP) + at_head

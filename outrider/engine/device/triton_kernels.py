@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from outrider.engine.device import sampling
 from outrider.engine.device.kernels import LayerForm
+from outrider.engine.device.page_table import PAGE_ROWS
 from outrider.engine.device.tree_attention import tree_attention as attend
 
 __all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
@@ -89,8 +90,8 @@ def _launch_norm(
 
 @triton.jit
 def _rotate_kernel(
-    new, queries, cache, cos, sin, positions, slots, rows, query_norm, key_norm, eps,
-    heads, kv_heads, part_stride, slot_stride, head_stride, DIM: tl.constexpr, NORMED: tl.constexpr,
+    new, queries, cache, cos, sin, positions, places, query_norm, key_norm, eps,
+    heads, kv_heads, part_stride, page_stride, head_stride, DIM: tl.constexpr, PAGE: tl.constexpr, NORMED: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -125,8 +126,9 @@ def _rotate_kernel(
     tl.store(query + DIM // 2, turned_second, mask=there & (head < heads))
     is_value = head >= heads + kv_heads
     kv_head = tl.where(is_value, head - heads - kv_heads, head - heads).to(tl.int64)
-    place = cache + tl.where(is_value, part_stride, 0) + tl.load(slots + row) * slot_stride + kv_head * head_stride
-    place += tl.load(rows + row) * DIM + at
+    written = tl.load(places + row)
+    place = cache + tl.where(is_value, part_stride, 0) + written // PAGE * page_stride + kv_head * head_stride
+    place += written % PAGE * DIM + at
     tl.store(place, tl.where(is_value, stored_first, turned_first), mask=there & (head >= heads))
     tl.store(place + DIM // 2, tl.where(is_value, stored_second, turned_second), mask=there & (head >= heads))
 
@@ -138,17 +140,16 @@ def rotate(
     sin: Tensor,
     positions: Tensor,
     cache: Tensor,
-    slots: Tensor,
-    rows: Tensor,
+    places: Tensor,
     norms: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """See `Kernels.rotate`."""
     queries = torch.empty(len(new), form.heads, form.head_dim, dtype=new.dtype, device=new.device)
     total = form.heads + 2 * form.kv_heads
     _rotate_kernel[(len(new), triton.cdiv(total, HEADS))](
-        new, queries, cache, cos, sin, positions, slots, rows, *(norms or (None, None)), form.eps,
+        new, queries, cache, cos, sin, positions, places, *(norms or (None, None)), form.eps,
         form.heads, form.kv_heads, cache.stride(0), cache.stride(1), cache.stride(2),
-        DIM=form.head_dim, NORMED=norms is not None, HALF=triton.next_power_of_2(form.head_dim // 2),
+        DIM=form.head_dim, PAGE=PAGE_ROWS, NORMED=norms is not None, HALF=triton.next_power_of_2(form.head_dim // 2),
         HEADS=HEADS, num_warps=1 if form.head_dim <= 64 else 2,
     )  # fmt: skip
     return queries
@@ -258,26 +259,26 @@ def choose(
 def _move_kernel(
     cache,
     held,
-    slots,
     sources,
     targets,
     layer_stride,
-    slot_stride,
+    page_stride,
     head_stride,
     heads,
     DIM: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
 ):
     move, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + move)
     source, target = tl.load(sources + move), tl.load(targets + move)
     if source != target:
-        row = target if WRITE else source
+        at_row = target if WRITE else source
+        row = cache + layer * layer_stride + at_row // PAGE * page_stride + at_row % PAGE * DIM
         for first in range(0, heads * DIM, BLOCK):
             at = first + tl.arange(0, BLOCK)
             inside = at < heads * DIM
-            place = cache + layer * layer_stride + slot * slot_stride + (at // DIM) * head_stride + row * DIM + at % DIM
+            place = row + (at // DIM) * head_stride + at % DIM
             kept = held + (move * tl.num_programs(1) + layer) * heads * DIM + at
             if WRITE:
                 tl.store(place, tl.load(kept, mask=inside), mask=inside)
@@ -285,13 +286,13 @@ def _move_kernel(
                 tl.store(kept, tl.load(place, mask=inside), mask=inside)
 
 
-def move(cache: Tensor, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+def move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """See `Kernels.move`."""
     layers, parts, _, heads, _, dim = cache.shape
-    held = torch.empty(len(slots), layers * parts, heads * dim, dtype=cache.dtype, device=cache.device)
+    held = torch.empty(len(sources), layers * parts, heads * dim, dtype=cache.dtype, device=cache.device)
     block = min(triton.next_power_of_2(heads * dim), 1024)
     for write in (False, True):
-        _move_kernel[(len(slots), layers * parts)](
-            cache, held, slots, sources, targets, cache.stride(1), cache.stride(2), cache.stride(3), heads,
-            DIM=dim, BLOCK=block, WRITE=write, num_warps=4,
+        _move_kernel[(len(sources), layers * parts)](
+            cache, held, sources, targets, cache.stride(1), cache.stride(2), cache.stride(3), heads,
+            DIM=dim, PAGE=PAGE_ROWS, BLOCK=block, WRITE=write, num_warps=4,
         )  # fmt: skip

@@ -10,32 +10,36 @@ from torch import Tensor
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.device.float8 import Float8Weight, quantized
+from outrider.engine.device.int4 import GroupedInt4Weight, quantized4
 from outrider.engine.eager.weights import LayerWeights, WeightReader, WeightSource
 from outrider.engine.ranks.sharding import Shard
 
-DeviceDtype = Literal["float32", "bfloat16", "float8"]  # of the layers' linears
+DeviceDtype = Literal["float32", "bfloat16", "float8", "int4"]  # of the layers' linears
+Weight = Tensor | Float8Weight | GroupedInt4Weight
 
 
 class DeviceLayer(NamedTuple):
-    """The weights of one layer, as `LayerWeights`; those of linears may have 8 bits."""
+    """The weights of one layer, as `LayerWeights`; those of linears may have 8 or 4 bits."""
 
     attention_norm: Tensor
-    qkv: Tensor | Float8Weight
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # of queries and keys, [head_dim] each
-    output: Tensor | Float8Weight
+    output: Weight
     output_bias: Tensor | None
     ffn_norm: Tensor
-    gate_up: Tensor | Float8Weight
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor | Float8Weight
+    down: Weight
     down_bias: Tensor | None
 
     @classmethod
     def of(cls, layer: LayerWeights, dtype: DeviceDtype) -> DeviceLayer:
         """Make it of weights in bfloat16 or float32."""
 
-        def stored(weight: Tensor) -> Tensor | Float8Weight:
+        def stored(weight: Tensor) -> Weight:
+            if dtype == "int4":
+                return quantized4(weight)
             return quantized(weight) if dtype == "float8" else weight
 
         norms = None
@@ -58,7 +62,7 @@ class DeviceLayer(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that a pass reads; those of the norms of heads are too few to count."""
-        return sum(part.nbytes for part in self if isinstance(part, Tensor | Float8Weight))
+        return sum(part.nbytes for part in self if isinstance(part, Weight))
 
 
 class ModelWeights(NamedTuple):

@@ -55,6 +55,9 @@ class TensorGroup(Group, Protocol):
     def gather(self, part: Tensor) -> Tensor | None:
         """Return all ranks' parts as `all_gather` does, on rank 0 alone; None on the others."""
 
+    def finish(self) -> None:
+        """Wait until the device has done what this thread gave it, where a stalled rank could keep it for ever."""
+
 
 class SingleRank:
     """A group of one rank."""
@@ -69,6 +72,9 @@ class SingleRank:
 
     def gather(self, part: Tensor) -> Tensor | None:
         return part
+
+    def finish(self) -> None:
+        """Return at once: no other rank can stall the device."""
 
     def send(self, message: NDArray[np.uint8]) -> None:
         """Do nothing: there are no others."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from fcntl import ioctl
@@ -29,6 +30,7 @@ from outrider.engine.ranks.sharding import Shard
 TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
 RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
 GATHER = timedelta(hours=1)  # for all ranks to have loaded
+POLL_S = 2e-5  # between two looks at a device
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # variables that name the interface for their sockets
 FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
@@ -77,6 +79,9 @@ class TorchRanks:
             parts = [part, *(torch.empty_like(part) for _ in self._others)]
             self._wait(self._start_receiving(parts))
             return torch.cat(parts, -1)
+
+    def finish(self) -> None:
+        """Return at once: operations on CPUs are finished when they return."""
 
     def send(self, message: NDArray[np.uint8]) -> None:
         frame = np.zeros(max(FRAME, _LENGTH + len(message)), np.uint8)
@@ -183,6 +188,25 @@ class CudaRanks(TorchRanks):
             return super().gather(part)
         gathered = self.all_gather(part)
         return None if self.shard.rank else gathered
+
+    def finish(self) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        with self._raising_rank_lost():
+            wait_for(done.query, self._timeout.total_seconds())
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for a device. Raises TimeoutError.
+
+    A replay's sums over NCCL have no time limit of their own: torch's watchdog sees only operations that were launched
+    one by one.
+    """
+    until = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the device has not finished a pass for {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 def _store(rank: int, of: int, rendezvous: str) -> Any:

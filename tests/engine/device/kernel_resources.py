@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.engine.device.float8 import FINISHED, Float8Plan
+from outrider.engine.device.int4 import plan_of
 from outrider.engine.device.tree_attention import AttentionPlan
+from outrider.engine.eager.int4 import GROUP
 
 ROWS = (1, 64, 2048)
 DIMS = (64, 128)
@@ -26,7 +28,7 @@ FLOAT8_SHAPES = [
     (rows, inputs, outputs) for rows in (16, 32, 64) for inputs, outputs in ((4096, 28672), (4096, 4096), (4112, 28672))
 ]  # rows, inputs, outputs: results at once, and in parts; all steps full, and not
 SPILLED = 32  # bytes of a thread, stored and loaded: what Triton 3.7 spills where 3.6 spills nothing
-UNALIGNED = ("tiles", "trees", "scale")
+UNALIGNED = ("tiles", "trees", "pages", "scale")
 
 
 class Resources(NamedTuple):
@@ -45,7 +47,7 @@ def plans() -> Collection[AttentionPlan]:
     for dtype in DTYPES:
         for dim in DIMS:
             for rows in ROWS:
-                plan = AttentionPlan.of(rows, heads=32, kv_heads=8, dim=dim, dtype=dtype, slots=32)
+                plan = AttentionPlan.of(rows, heads=32, kv_heads=8, dim=dim, dtype=dtype, segments=32, text_pages=128)
                 found.setdefault(f"{dtype} {plan.attend_constants} {plan.num_warps} {plan.num_stages}", plan)
     return found.values()
 
@@ -70,15 +72,26 @@ def compiled_float8(plan: Float8Plan) -> Iterator[Resources]:
     result = {"result": "*fp32" if split else "*bf16"}
     yield _made(multiply, plan, types | result, constants, ("rows",), plan.num_warps, plan.num_stages)
     if split:
-        constants = {"SPLITS": plan.splits, "BIASED": True, "BLOCK": FINISHED}
+        constants = {"SPLITS": plan.splits, "SCALED": True, "BIASED": True, "BLOCK": FINISHED}
         yield _made(finish, plan, types | {"result": "*bf16"}, constants, ("rows",), 4, 1)
+
+
+def compiled_int4(plan: Float8Plan) -> Iterator[Resources]:
+    """Compile the kernel that reads the weights."""
+    from outrider.engine.device.int4_kernels import multiply4
+
+    split = plan.splits > 1
+    types = {"x": "*bf16", "values": "*u8", "scales": "*bf16", "bias": "*bf16"}
+    constants = plan.constants | {"GROUP": GROUP, "SPLIT": split, "BIASED": not split}
+    result = {"result": "*fp32" if split else "*bf16"}
+    yield _made(multiply4, plan, types | result, constants, ("rows",), plan.num_warps, plan.num_stages)
 
 
 def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps: int, stages: int) -> Resources:
     element = "*bf16" if plan.dtype == torch.bfloat16 else "*fp32"
     floats = ("accumulators", "peaks", "totals")
     types = dict.fromkeys(("queries", "keys", "values", "result"), element)
-    types |= dict.fromkeys(("tiles", "trees"), "*i32") | dict.fromkeys(floats, "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("tiles", "trees", "pages"), "*i32") | dict.fromkeys(floats, "*fp32") | {"scale": "fp32"}
     return _made(kernel, plan, types, constants, UNALIGNED, warps, stages)
 
 
@@ -135,5 +148,5 @@ if __name__ == "__main__":
             )
     for shape in FLOAT8_SHAPES:
         float8 = Float8Plan.of(*shape)
-        for it in compiled_float8(float8):
-            print(f"{it.kernel} {float8} registers {it.registers} spilled {it.spilled} shared {it.shared}")
+        for it in (*compiled_float8(float8), *compiled_int4(plan_of(*shape))):
+            print(f"{it.kernel} {it.plan} registers {it.registers} spilled {it.spilled} shared {it.shared}")

@@ -173,14 +173,15 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
         engine.forward([prompt(3, history, wanted=0)])
     device.sample(segments, [Draw(1, 1.0)] * 3)
     with torch.inference_mode():
-        kept = device._cache[:, :, 3, :, :33].clone()
+        page = device._table.of_slot(3, 33)[0]
+        kept = device._cache[:, :, page, :, :33].clone()
         device._cache.copy_(torch.randn(device._cache.shape) * 1e3)
-        device._cache[:, :, 3, :, :33] = kept
-        for buffer in (device._inputs._device, device._inputs._host):
+        device._cache[:, :, page, :, :33] = kept
+        for buffer in (device._inputs._staging.device, device._inputs._staging.host):
             buffer.fill_(255)
-        for filled in (device._logits, device._hidden, device._attention.accumulators, device._attention.result):
+        for filled in (device._choice.logits, device._hidden, device._attention.accumulators, device._attention.result):
             filled.fill_(torch.nan)
-        for head in device._heads.values():
+        for head in device._choice.heads.values():
             if head.choices is not None:
                 head.choices.fill_(torch.nan)
     assert_agree((device, native), segments)
@@ -198,8 +199,9 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
         device.sample(segments, [Draw(5, 0.5)] * 4)
 
     def places() -> list[int]:
-        found = [device._cache, device._logits, device._hidden, device._inputs._device, device._inputs._host]
-        found += [head.choices for head in device._heads.values() if head.choices is not None]
+        staging = device._inputs._staging
+        found = [device._cache, device._choice.logits, device._hidden, staging.device, staging.host]
+        found += [head.choices for head in device._choice.heads.values() if head.choices is not None]
         return [it.data_ptr() for it in found]
 
     step()
@@ -307,21 +309,22 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
 
     engine._recorder = SimpleNamespace(record=record)
     engine.record()
-    recordings = len(ROWS) + 3 * len(OUTPUTS) + 2 * sum(count <= RESTRICTED for count in OUTPUTS)
+    recordings = len(ROWS) + 3 * len(OUTPUTS) + 3 * sum(count <= RESTRICTED for count in OUTPUTS)
     assert len(made) == recordings
     random = np.random.default_rng(1)
     for count in (1, 3, 40, 100):
         tree = Tree.random(engine, random, count)
         for best in (0, CANDIDATES):
             engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [Draw(1, 1.0), None], best)
-            restricted = draw_of(Contract(seed=1, max_tokens=1, top_k=4), engine)
-            engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [restricted, Draw(1, 1.0)], best)
+            for terms in ({"top_k": 4}, {"presence_penalty": 1.0}) if best != CANDIDATES else ({"top_k": 4},):
+                restricted = draw_of(Contract(seed=1, max_tokens=1, **terms), engine)
+                engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [restricted, Draw(1, 1.0)], best)
         engine.move(0, np.array([7, 8]), np.array([5, 6]))
     assert len(made) == recordings
 
 
 def draw_of(contract: Contract, engine: Engine) -> Draw:
-    draw = Sampler(contract, engine.vocabulary, [1], 0).draw(restricts=True)
+    draw = Sampler(contract, engine.vocabulary, [1], 0).draw(restricts=True, penalizes=True)
     assert draw is not None
     return draw
 
@@ -375,6 +378,52 @@ def test_more_rows_under_restrictions_than_are_chosen_for_together(both: Both, t
             row += 1
     assert row > 2 * RESTRICTED
     assert left < row / 10
+
+
+def test_tokens_under_penalties_are_those_of_the_sampler_while_texts_grow(both: Both) -> None:
+    """In trees and chains; slots change their sessions, and one session has no penalties."""
+    device, native = both
+    random = np.random.default_rng(9)
+    terms: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.9, "temperature": 0.0},
+        {},
+        {"presence_penalty": 1.1, "top_p": 0.9, "logprobs": 2, "min_tokens": 5, "stop_ids": (3, 4)},
+    ]
+    total = left = 0
+    for session in range(2):
+        texts = [random_tokens(native, random, 12).tolist() for _ in terms]
+        samplers = [
+            Sampler(Contract(seed=slot, max_tokens=99, **own), device.vocabulary, text, 9)
+            for slot, (own, text) in enumerate(zip(terms, texts, strict=True), session)
+        ]
+        for text, slot in zip(texts, range(4), strict=True):
+            device.forward([prompt(slot, np.array(text[:-1]), wanted=0)])
+        for _ in range(6):
+            segments, paths = [], []
+            for slot, text in enumerate(texts):
+                tree = Tree.random(native, random, int(random.integers(1, 9)))
+                mask = tree_mask(1, [1 + parent for parent in tree.parents])
+                tokens = np.array([text[-1], *tree.tokens])
+                positions = len(text) - 1 + np.array([0, *tree.depths()])
+                segments.append(Segment(slot, len(text) - 1, tokens, positions, mask))
+                paths.append([(), *(tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree.tokens)))])
+            draws = [sampler.draw(restricts=True, penalizes=True) for sampler in samplers]
+            assert all(draw is not None for draw in draws)
+            sampled, row = device.sample(segments, draws), 0
+            for sampler, text, rows in zip(samplers, texts, paths, strict=True):
+                for path in rows:
+                    found, expected = sampled.choice(row), sampler.choose(sampled.row(row), path)
+                    total, left, row = total + 1, left + (found is None), row + 1
+                    if found is not None:
+                        assert found.token == expected.token
+                        assert found.gap == pytest.approx(expected.gap, abs=1e-9)
+                        assert len(found.logprobs) == len(expected.logprobs)
+                token = sampler.choose(sampled.row(row - len(rows))).token
+                sampler.extend([token])
+                text.append(token)
+    assert total > 150
+    assert left < total / 10
 
 
 def test_rows_without_a_draw_have_no_choice(both: Both) -> None:

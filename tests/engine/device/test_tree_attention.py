@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.batch import Segment
+from outrider.engine.device.page_table import PAGE_ROWS, pages_of
 from outrider.engine.device.tree_attention import (
     MAX_SPLITS,
     PROGRAMS,
@@ -135,22 +136,23 @@ def test_tiles_and_bits_are_those_of_the_segments(seed: int) -> None:
         segments.append(segment(kinds[random.integers(3)], slot, random))
     used = sum(len(it.tokens) for it in segments)
     rows = used + int(random.integers(0, 9))
-    plan = AttentionPlan.of(rows, heads=4, kv_heads=4, dim=16, dtype=torch.float32, slots=slots)
+    plan = AttentionPlan.of(rows, heads=4, kv_heads=4, dim=16, dtype=torch.float32, segments=slots, text_pages=9)
     capacity = plan.capacity if plan.tile_rows == tile_rows else rows
     tiles = np.full((capacity, TILE_COLUMNS), 99, np.int32)
     trees = np.zeros((rows, TREE_WORDS), np.int32)
     count = lay_tiles(segments, tile_rows, tiles, trees)
 
-    expected, first = [], 0
+    expected, first, page = [], 0, 0
     for it in segments:
         for within in range(0, len(it.tokens), tile_rows):
             size = min(tile_rows, len(it.tokens) - within)
             seen, behind = (it.span, TREE) if it.mask is not None else (within + size, within)
-            expected.append([first + within, size, it.slot, it.prefix, seen, behind])
+            expected.append([first + within, size, page, it.prefix, seen, behind])
         if it.mask is not None:
             bits = np.unpackbits(trees[first : first + len(it.tokens)].view(np.uint8), axis=1, bitorder="little")
             assert np.array_equal(bits[:, : it.span], it.mask)
         first += len(it.tokens)
+        page += -(-(it.prefix + it.span) // PAGE_ROWS)
     assert tiles[:count].tolist() == expected
     assert not tiles[count:].any()
 
@@ -159,7 +161,7 @@ def test_tiles_and_bits_are_those_of_the_segments(seed: int) -> None:
 def test_a_plan_has_tiles_for_whatever_segments_fill_its_rows(seed: int) -> None:
     random = np.random.default_rng(seed)
     rows, slots, group = int(random.integers(1, 300)), int(random.integers(1, 40)), int(random.integers(1, 20))
-    plan = AttentionPlan.of(rows, heads=group, kv_heads=1, dim=64, dtype=torch.bfloat16, slots=slots)
+    plan = AttentionPlan.of(rows, heads=group, kv_heads=1, dim=64, dtype=torch.bfloat16, segments=slots, text_pages=9)
     assert plan.tile_rows * group <= plan.block_m
     for _ in range(50):
         cuts = np.sort(random.integers(0, rows + 1, random.integers(0, min(rows, slots))))
@@ -169,7 +171,14 @@ def test_a_plan_has_tiles_for_whatever_segments_fill_its_rows(seed: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [4, 8])
 def test_a_pass_of_one_row_keeps_a_gpu_busy_and_a_wide_one_is_not_split(kv_heads: int) -> None:
-    shape = {"heads": 4 * kv_heads, "kv_heads": kv_heads, "dim": 128, "dtype": torch.bfloat16, "slots": 4}
+    shape = {
+        "heads": 4 * kv_heads,
+        "kv_heads": kv_heads,
+        "dim": 128,
+        "dtype": torch.bfloat16,
+        "segments": 4,
+        "text_pages": 9,
+    }
     one, wide = AttentionPlan.of(1, **shape), AttentionPlan.of(2048, **shape)  # type: ignore[arg-type]
     assert PROGRAMS // 2 < one.capacity * kv_heads * one.splits <= PROGRAMS
     assert wide.splits == 1
@@ -177,7 +186,7 @@ def test_a_pass_of_one_row_keeps_a_gpu_busy_and_a_wide_one_is_not_split(kv_heads
 
 
 def test_buffers_serve_all_plans() -> None:
-    shape = {"heads": 8, "kv_heads": 2, "dim": 32, "dtype": torch.bfloat16, "slots": 4}
+    shape = {"heads": 8, "kv_heads": 2, "dim": 32, "dtype": torch.bfloat16, "segments": 4, "text_pages": 9}
     made = [AttentionPlan.of(rows, **shape) for rows in (1, 8, 64, 512)]  # type: ignore[arg-type]
     buffers = AttentionBuffers.of(made, torch.device("cpu"))
     assert buffers.result.shape == (512, 8, 32)
@@ -186,6 +195,21 @@ def test_buffers_serve_all_plans() -> None:
         if plan.splits > 1:
             assert len(buffers.totals) >= plan.rows * plan.heads * plan.splits
             assert len(buffers.accumulators) >= plan.rows * plan.heads * plan.splits * plan.dim
+
+
+def test_a_long_text_does_not_make_short_ones_read_more() -> None:
+    """31 texts of a thousand tokens and one of 64,000: the keys of their blocks, and the rows of their pages."""
+    lengths = [1000] * 31 + [64_000]
+    segments = [segment(Chain(length, 1), slot, np.random.default_rng(0)) for slot, length in enumerate(lengths)]
+    plan = AttentionPlan.of(
+        32, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, segments=32, text_pages=pages_of(64_257)
+    )
+    tiles, trees = np.zeros((plan.capacity, TILE_COLUMNS), np.int32), np.zeros((32, TREE_WORDS), np.int32)
+    assert lay_tiles(segments, plan.tile_rows, tiles, trees) == len(lengths)
+    ends = tiles[:, 3] + tiles[:, 4]
+    read = (-(-ends // plan.block_n) * plan.block_n).sum()
+    assert sum(lengths) < read < 1.1 * sum(lengths)
+    assert sum(pages_of(end) for end in ends.tolist()) * PAGE_ROWS < 1.1 * sum(lengths)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -197,9 +221,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tiles of 9 rows, of at most 2 and 16"):
         lay_tiles([long], 4, tiles, trees)
     with pytest.raises(ValueError, match="no kernel for"):
-        AttentionPlan.of(1, heads=1, kv_heads=1, dim=64, dtype=torch.float16, slots=1)
+        AttentionPlan.of(1, heads=1, kv_heads=1, dim=64, dtype=torch.float16, segments=1, text_pages=9)
     with pytest.raises(ValueError, match="3 of 2 heads"):
-        AttentionPlan.of(1, heads=3, kv_heads=2, dim=64, dtype=torch.float32, slots=1)
+        AttentionPlan.of(1, heads=3, kv_heads=2, dim=64, dtype=torch.float32, segments=1, text_pages=9)
 
 
 @pytest.mark.extended

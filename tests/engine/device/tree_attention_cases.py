@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import Segment
+from outrider.engine.device.page_table import PAGE_ROWS, pages_of
 from outrider.engine.device.tree_attention import (
     TILE_COLUMNS,
     TREE_WORDS,
@@ -89,20 +90,30 @@ def compare(case: Case, device: str) -> Outcome:
     slots = len(case.parts) + 1
     places = random.permutation(slots)[: len(case.parts)].tolist()
     segments = [segment(part, slot, random) for part, slot in zip(case.parts, places, strict=True)]
-    plan = AttentionPlan.of(case.rows, heads=heads, kv_heads=case.kv_heads, dim=case.dim, dtype=dtype, slots=slots)
+    held = PAGE_ROWS * pages_of(max(it.prefix + it.span for it in segments) + 70)
+    plan = AttentionPlan.of(
+        case.rows,
+        heads=heads,
+        kv_heads=case.kv_heads,
+        dim=case.dim,
+        dtype=dtype,
+        segments=slots,
+        text_pages=pages_of(held),
+    )
     plan = plan if case.splits is None else replace(plan, splits=case.splits)
-    held = max(it.prefix + it.span for it in segments) + 70
     queries = _normal(random, (case.rows, heads, case.dim))
-    cache = _normal(random, (2, slots, held, case.kv_heads, case.dim)).transpose(2, 3)  # rows are not contiguous
+    cache = _normal(random, (2, slots, case.kv_heads, held, case.dim))
     _spoil(cache, segments, random)
     queries, cache = queries.to(dtype), cache.to(dtype)
+    held_pages, pages = paged(cache, segments, plan, random)
     tiles = np.full((plan.capacity, TILE_COLUMNS), 12345, np.int32)
     trees = np.full((case.rows, TREE_WORDS), -1, np.int32)  # bits beyond a mask are not read
     count = lay_tiles(segments, plan.tile_rows, tiles, trees)
     buffers = AttentionBuffers.of([plan], torch.device(device))
     for unread in (buffers.accumulators, buffers.peaks, buffers.totals):
         unread.fill_(torch.nan)
-    inputs = [it.to(device) for it in (queries, cache[0], cache[1], torch.from_numpy(tiles), torch.from_numpy(trees))]
+    laid = map(torch.from_numpy, (tiles, trees, pages))
+    inputs = [it.to(device) for it in (queries, *held_pages, *laid)]
     results = []
     attention = gathered_attention if case.gathered else tree_attention
     for _ in range(2 if device == "cuda" else 1):
@@ -118,6 +129,24 @@ def compare(case: Case, device: str) -> Outcome:
         tiles=count,
         capacity=plan.capacity,
     )
+
+
+def paged(
+    cache: Tensor, segments: Sequence[Segment], plan: AttentionPlan, random: np.random.Generator
+) -> tuple[Tensor, NDArray[np.int32]]:
+    """Put a cache [2, slots, kv_heads, held, dim] into pages in any order, whose rows are not contiguous.
+
+    Returns the pages, and the list of those of each segment's text; no entry behind them is one.
+    """
+    _, slots, kv_heads, held, dim = cache.shape
+    each = pages_of(held)
+    table = random.permutation(slots * each).reshape(slots, each)
+    pages = cache.new_empty((2, slots * each, PAGE_ROWS, kv_heads, dim)).transpose(2, 3)
+    pages[:, table] = cache.view(2, slots, kv_heads, each, PAGE_ROWS, dim).transpose(2, 3)
+    listed = np.zeros(plan.segments * plan.text_pages, np.int32)
+    texts = np.concatenate([table[it.slot, : pages_of(it.prefix + it.span)] for it in segments])
+    listed[: len(texts)] = texts
+    return pages, listed
 
 
 def reference(queries: Tensor, keys: Tensor, values: Tensor, segments: Sequence[Segment], group: int) -> Tensor:
@@ -165,10 +194,12 @@ def _spoil(cache: Tensor, segments: Sequence[Segment], random: np.random.Generat
 
 def only_padding(splits: int, device: str) -> bool:
     """Return whether a pass without a tile leaves the result as it was."""
-    plan = replace(AttentionPlan.of(4, heads=2, kv_heads=1, dim=16, dtype=torch.float32, slots=2), splits=splits)
+    plan = AttentionPlan.of(4, heads=2, kv_heads=1, dim=16, dtype=torch.float32, segments=2, text_pages=1)
+    plan = replace(plan, splits=splits)
     tiles = torch.zeros(plan.capacity, TILE_COLUMNS, dtype=torch.int32, device=device)
     trees = torch.zeros(plan.rows, TREE_WORDS, dtype=torch.int32, device=device)
-    keys = torch.full((2, 1, 64, 16), torch.nan, device=device)
+    pages = torch.zeros(2, dtype=torch.int32, device=device)
+    keys = torch.full((2, 1, PAGE_ROWS, 16), torch.nan, device=device)
     queries = torch.ones(4, 2, 16, device=device)
     buffers = AttentionBuffers.of([plan], torch.device(device))
-    return not tree_attention(queries, keys, keys, tiles, trees, plan=plan, buffers=buffers).any()
+    return not tree_attention(queries, keys, keys, tiles, trees, pages, plan=plan, buffers=buffers).any()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.engine.device import torch_kernels
 from outrider.engine.device.kernels import Kernels, LayerForm
+from outrider.engine.device.page_table import PAGE_ROWS
 
 EPS = 1e-5
 
@@ -51,19 +52,17 @@ def gates(rows: int, ffn: int, dtype: str, device: str) -> float:
 
 
 def rotations(rows: int, heads: int, kv_heads: int, dim: int, dtype: str, normed: bool, device: str) -> float:
-    kind, slots, held = getattr(torch, dtype), 3, 7
+    kind, pages = getattr(torch, dtype), 3
     form = LayerForm(heads, kv_heads, dim, EPS)
     new = random(device, rows, (heads + 2 * kv_heads) * dim).to(kind)
     angles = random(device, 50, dim // 2, seed=4)
     positions = torch.arange(rows, device=device) * 3 % 50
-    places = torch.randperm(slots * held, generator=torch.Generator().manual_seed(1))[:rows].to(device)
+    places = torch.randperm(pages * PAGE_ROWS, generator=torch.Generator().manual_seed(1))[:rows].to(device)
     weights = (random(device, dim, seed=5), random(device, dim, seed=6)) if normed else None
     found = []
     for kernels in both():
-        cache = torch.full((4, 2, slots, kv_heads, held, dim), 9.0, device=device, dtype=kind)
-        queries = kernels.rotate(
-            new, form, angles.cos(), angles.sin(), positions, cache[2], places // held, places % held, weights
-        )
+        cache = torch.full((4, 2, pages, kv_heads, PAGE_ROWS, dim), 9.0, device=device, dtype=kind)
+        queries = kernels.rotate(new, form, angles.cos(), angles.sin(), positions, cache[2], places, weights)
         found.append((queries, cache))
     return max(difference(ours, expected) for ours, expected in zip(*found, strict=True))
 
@@ -79,11 +78,11 @@ def heads_of(rows: int, width: int, ids: int, device: str) -> float:
 
 
 def moves(device: str) -> float:
-    slots, sources, targets = ([0, 0, 0, 2, 1, 1], [3, 4, 5, 1, 2, 5], [4, 5, 6, 0, 5, 2])
-    places = [torch.tensor([*it, 0, 0], device=device) for it in (slots, sources, targets)]
+    sources, targets = ([3, 4, 5, 150, 70, 127, 64], [4, 5, 6, 3, 127, 70, 129])
+    places = [torch.tensor([*it, 0, 0], device=device) for it in (sources, targets)]
     found = []
     for kernels in both():
-        cache = random(device, 2, 2, 3, 3, 8, 6)
+        cache = random(device, 2, 2, 3, 3, PAGE_ROWS, 6)
         kernels.move(cache, *places)
         found.append(cache)
     return difference(*found)

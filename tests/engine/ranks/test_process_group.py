@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.ranks.group import RankLost
-from outrider.engine.ranks.process_group import GLOO, NCCL, TorchRanks, choose_interface
+from outrider.engine.ranks.process_group import GLOO, NCCL, TorchRanks, choose_interface, wait_for
 from tests.engine.ranked import meeting_point, ranked
 from tests.engine.small_checkpoints import make_checkpoint, prompt
 
@@ -82,3 +82,11 @@ def test_a_rendezvous_that_another_process_listens_at_is_no_group() -> None:
     port = int(meeting.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RankLost, match="in use"):
         TorchRanks(0, 2, meeting)
+
+
+def test_a_device_is_waited_for_and_not_for_ever() -> None:
+    answers = iter([False, False, True])
+    wait_for(lambda: next(answers), 60.0)
+    assert next(answers, None) is None
+    with pytest.raises(TimeoutError, match=r"the device has not finished a pass for 0\.05 s"):
+        wait_for(lambda: False, 0.05)

@@ -1,0 +1,160 @@
+"""A recording's operations are all on the device: torch's fake tensors are on "cuda" without one.
+
+A tensor that was left on the host, a copy from or to it, or a number that the host reads would end a capture, or have
+it repeat what the host did once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.device import DeviceEngine, staging, torch_kernels
+from outrider.engine.device.cuda_graphs import NoRecorder
+from outrider.engine.ranks.group import ALONE
+from tests.engine.small_checkpoints import make_checkpoint
+
+CUDA = torch.device("cuda", 0)
+
+
+def viewed(it: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """What a wheel without CUDA does not do for fake tensors by itself: what an index leaves of a tensor, behind which
+    indices by tensors are left, for each dimension."""
+    found: list[Tensor | None] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        dimension = len(found)
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif part is None:
+            it = it.unsqueeze(dimension)
+            found.append(None)
+        elif isinstance(part, slice):
+            it = torch.ops.aten.slice(it, dimension, part.start, part.stop)
+            found.append(None)
+        else:
+            it = it.select(dimension, part)
+    return it, found if any(part is not None for part in found) else []
+
+
+def get_item(it: Tensor, index: Any) -> Tensor:
+    view, indices = viewed(it, index)
+    return torch.ops.aten.index(view, indices) if indices else view
+
+
+def set_item(it: Tensor, index: Any, values: Any) -> None:
+    view, indices = viewed(it, index)
+    if indices:
+        torch.ops.aten.index_put_(view, indices, values)
+    else:
+        view.copy_(values)
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Refuses operations with a tensor elsewhere; counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        found = {it.device for it in tree_leaves((args, kwargs, results)) if isinstance(it, Tensor)}
+        assert found <= {CUDA}, f"{func} on {found}"
+        self.operations += 1
+        return results
+
+
+class FakeStaging:
+    """The two buffers: the one on the host is real."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._bytes = np.zeros(size, np.uint8)
+
+    array = staging.Staging.array
+    tensor = staging.Staging.tensor
+
+    def wait(self) -> None:
+        pass
+
+    def copy(self, *stretches: tuple[int, int]) -> None:
+        pass
+
+
+class Refusing(NoRecorder):
+    """Runs what is recorded, where nothing but the device may be used."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        with OnOneDevice() as only:
+            work()
+        self.operations += only.operations
+        return work
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Refusing]:
+    def recorded(shape: str, rows: int) -> Refusing:
+        folder = make_checkpoint(tmp_path / shape, shape)
+        loaded = DeviceEngine.load(folder, device="cpu", dtype="bfloat16", slots=3, rows=200)
+        refusing = Refusing()
+        for module in ("input_buffers", "restrictions", "penalties"):
+            monkeypatch.setattr(f"outrider.engine.device.{module}.Staging", FakeStaging)
+        monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
+        monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
+        monkeypatch.setattr(FakeTensor, "__invert__", lambda it: it.eq(0), raising=False)
+        monkeypatch.setattr(FakeTensor, "copy_", lambda it, by: torch.ops.aten.copy_(it, by), raising=False)
+        with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+            engine = DeviceEngine(
+                read_config(folder),
+                tree_map(
+                    lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, loaded._weights
+                ),
+                b"",
+                device=CUDA,
+                slots=3,
+                rows=200,
+                pages=9,
+                group=ALONE,
+                kernels=torch_kernels,
+                recorder=refusing,
+            )
+            engine._layers_for(rows)
+            for candidates in (0, 2, 64):
+                engine._choice.record(rows, candidates)
+        return refusing
+
+    return recorded
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a capture shows it")
+@pytest.mark.parametrize(("shape", "rows"), [("grouped", 4), ("biased", 1), ("qwen3", 48)])
+def test_nothing_of_a_recording_is_on_the_host(recorder: Callable[[str, int], Refusing], shape: str, rows: int) -> None:
+    assert recorder(shape, rows).operations > 200
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: torch.zeros(2, device=CUDA) + torch.zeros(2),
+        lambda: torch.zeros(2, device=CUDA).cpu(),
+        lambda: torch.arange(3),
+        lambda: torch.zeros(2, device=CUDA).sum().item(),
+    ],
+    ids=["mixed", "copied", "made on the host", "read by the host"],
+)
+def test_what_a_capture_would_not_bear_is_refused(work: Callable[[], object]) -> None:
+    with FakeTensorMode(), pytest.raises((AssertionError, RuntimeError)):
+        Refusing().record(work)  # type: ignore[arg-type]
