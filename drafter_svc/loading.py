@@ -28,6 +28,7 @@ from outrider.engine.loading import load_engine, outline, requires_torch
 from outrider.engine.ranks.group import ALONE, Group
 from outrider.engine.ranks.leader import lead
 from outrider.errors import ConfigError
+from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
@@ -213,4 +214,5 @@ def _draft_scheduler(
         resync=resync,
         tree=config.tree,
         lower_tier=stream_servicer,
+        grammars=GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids),
     )

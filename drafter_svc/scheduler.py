@@ -32,6 +32,7 @@ from outrider.engine.executor import Executor
 from outrider.engine.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.logits import Logits, logits_rows
 from outrider.engine.page_budget import PageBudget
+from outrider.grammar import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
 
@@ -82,8 +83,11 @@ class DraftScheduler:
         resync: Callable[[Attachment], None],
         tree: str = "best-first",
         lower_tier: LowerTier | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`tree`: name of the construction; `lower_tier`: sends to it. Raises ConfigError for an unknown name."""
+        """`tree`: name of the construction; `lower_tier`: sends to it; `grammars`: of the model's vocabulary; None:
+        grammars are not obeyed. Raises ConfigError for an unknown name.
+        """
         self._construction, self._static_construction = construction_of(tree), static_construction_of(tree)
         self.members: dict[Attachment, ScheduledSession] = {}
         self.sessions: dict[str, Relay] = {}  # by session id, for the lower tier
@@ -104,6 +108,7 @@ class DraftScheduler:
         self._fits: dict[tuple[str, str], DrafterFits] = {}
         self._changed = asyncio.Event()
         self._agreed_before: dict[str, tuple[int, int]] = {}  # counts with earlier engines
+        self._grammars = grammars
         self._next_engine: Engine | None = None  # replaces the present engine before the next level
 
     def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
@@ -266,12 +271,19 @@ class DraftScheduler:
         self._apply_inbox(key, member)
         session, member.has_read = member.session, False
         if session is not None:
+            self._follow_grammar(session)
             if member.relay is not None:
                 member.relay.changed = False
             delta = session.refill(self._fit(member, session))
             member.next = self._next(member, session)
             if session.plan.depth:
                 self._send_new(key, member, session, delta)
+
+    def _follow_grammar(self, session: DraftSession) -> None:
+        """Has a session draft within its contract's grammar, as soon as that is compiled."""
+        grammar = session.contract.grammar
+        if grammar is not None and session.sampler.grammar is None and self._grammars is not None:
+            session.sampler.grammar = self._grammars.known(grammar, session.tokens[session.answer_position :])
 
     def _next(self, member: ScheduledSession, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(

@@ -180,6 +180,21 @@ def make_noise(step: StepBatch, draws: Sequence[Draw | None]) -> None:
                 work.session.sampler.prepare(position)
 
 
+def make_masks(step: StepBatch) -> None:
+    """Compute what grammars allow after the root, and along the likeliest path of the nodes that are verified."""
+    for work in step.works:
+        grammar = work.session.sampler.grammar
+        if grammar is None or not work.chooses:
+            continue
+        grammar.allowed(())
+        path, last = [], 0
+        for row, (parent, node) in enumerate(zip(work.parents, work.nodes, strict=True), 1):
+            if parent == last:  # of a parent's children the one with the best score is the first
+                path.append(node.token)
+                grammar.allowed(path)
+                last = row
+
+
 class StepVerdicts:
     """The target's and the draft's distributions after the rows of one session's part of a step."""
 

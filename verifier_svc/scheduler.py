@@ -38,7 +38,7 @@ from outrider.engine.kv_slots import KvSlots
 from outrider.engine.logits import Logits
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import WorkClock
-from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_noise, step_report, until_stop
+from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_masks, make_noise, step_report, until_stop
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
 from verifier_svc.kv_memory import KvMemory
@@ -365,11 +365,12 @@ class StepScheduler:
         return logits
 
     def _meanwhile(self, step: StepBatch, draws: Sequence[Draw | None]) -> None:
-        """While the pass runs: pauses the drafters that alternate with it, and computes the noise."""
+        """While the pass runs: pauses the drafters that alternate with it, and computes noise and masks."""
         for session in step.sessions:
             if session.terms.overlap_mode is OverlapMode.TURNS and session.drafting:
                 self._pause(session)
         make_noise(step, draws)
+        make_masks(step)
 
     def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
         """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""
@@ -423,6 +424,7 @@ class StepScheduler:
         session.cached = work.end
         self.slots.mark_computed(session.kv_slot.slot, session.cached)
         session.propose_ngrams()
+        session.propose_forced()
         if session.traced is not None:
             session.traced.on_prefill(step.figures, work.start, work.end)
         if isinstance(session, PrefillSession) and not session.ready:

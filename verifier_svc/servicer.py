@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -17,6 +18,8 @@ from outrider.core.tree.committed_window import settled_prefix
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
+from outrider.grammar import GrammarCompiler
+from outrider.hub import checkpoint_folder
 from outrider.offload import offload_if_long
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
@@ -52,6 +55,7 @@ class DecodeServicer(VerifierServicer):
         self._engine = engine
         self._scheduler = scheduler
         self._stream_servicer = stream_servicer
+        self._grammars = GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids)
         self._slot_queue = asyncio.Lock()  # starts wait for a slot in this order
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
@@ -62,7 +66,12 @@ class DecodeServicer(VerifierServicer):
     async def open_session(self, start: pb.DecodeStart) -> VerifierSession:
         """Checks a start and opens its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
         `StepScheduler.open`."""
-        session = await self._open(await offload_if_long(start.tokens, self._check, start))
+        checked = await offload_if_long(start.tokens, self._check, start)
+        if checked.contract.grammar is not None:
+            answer = checked.tokens[checked.answer_position :]
+            grammar = await asyncio.to_thread(self._grammars.start, checked.contract.grammar, answer)
+            checked = replace(checked, grammar=grammar)
+        session = await self._open(checked)
         self._stream_servicer.subscribe_waiting(session)
         return session
 
@@ -180,6 +189,8 @@ class DecodeServicer(VerifierServicer):
             raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
         contract = contract_from_pb(start.contract)
         contract.check_vocabulary(self._engine.vocabulary, self._engine.unpadded_vocabulary)
+        if contract.grammar is not None and not {*contract.stop_ids} & {*self._engine.eos_ids}:
+            raise InvalidRequest("stop_ids", "must have the model's end of text: an answer ends where its grammar does")
         if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:
             raise InvalidRequest(
                 "answer_position", "must be at most the number of tokens, and leave room for one more token"

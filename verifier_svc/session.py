@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from itertools import islice
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
 from outrider.core.control.attribution import DrafterCredit
+from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import DraftingTerms
+from outrider.core.sampling.grammar import GrammarState
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan, StepReport
 from outrider.core.session.digest import NOTHING, Prefix
@@ -24,6 +27,9 @@ from verifier_svc.proposers.head_drafts import SENDER as HEADS
 from verifier_svc.proposers.head_drafts import HeadDrafts
 from verifier_svc.proposers.ngram_proposer import SENDER, NgramProposer
 from verifier_svc.tracing import TracedSteps
+
+FORCED = -2  # key in the tree of what a grammar forces
+FORCED_EDGE = math.log(0.95)  # of a forced token: the target may divide the text into other tokens
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
 
@@ -41,6 +47,7 @@ class SessionStart:
     plan: Plan
     window: int  # tokens that may be committed beyond the durable position
     known: Prefix = NOTHING  # digest of a prefix of the tokens, computed outside the event loop's thread
+    grammar: GrammarState | None = None  # of the contract, behind the tokens
 
 
 class VerifierSession(DraftedSession):
@@ -72,7 +79,9 @@ class VerifierSession(DraftedSession):
         self.cached = kv_slot.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY, known=start.known)
-        self.sampler = Sampler(start.contract, self.unpadded_vocabulary, self.tokens, start.answer_position)
+        self.sampler = Sampler(
+            start.contract, self.unpadded_vocabulary, self.tokens, start.answer_position, grammar=start.grammar
+        )
         self.arrivals = Arrivals(patterns)
         self.terms = DraftingTerms(start.plan, drawn=self.drawn)
         self.commits = CommitQueue(len(self.tokens), start.window)
@@ -82,6 +91,8 @@ class VerifierSession(DraftedSession):
         self.ngram_proposer = ngram_proposer  # proposes without a model
         if ngram_proposer is not None:
             self._claims[SENDER] = ngram_proposer.calibration
+        self._claims[FORCED] = Calibration()
+        self._forced_id = 0  # of the last forced node
         self.heads = heads  # drafts with heads on the target
         if heads is not None:
             self._claims[HEADS] = heads.calibration
@@ -89,7 +100,7 @@ class VerifierSession(DraftedSession):
     @property
     def public_senders(self) -> set[int]:
         """Keys of the drafters and proposers whose nodes everybody may see, also those that are not accepted."""
-        public = {it.sender for stream, it in self.subscriptions.items() if stream.public_sources} | {HEADS}
+        public = {it.sender for stream, it in self.subscriptions.items() if stream.public_sources} | {HEADS, FORCED}
         return public | {SENDER} if self.ngram_proposer is None or self.ngram_proposer.public else public
 
     @property
@@ -182,7 +193,25 @@ class VerifierSession(DraftedSession):
                 width=plan.width,
                 vocabulary=self.unpadded_vocabulary,
                 price=self.terms.verified_price,
+                grammar=self.sampler.grammar,
             )
+
+    def propose_forced(self) -> None:
+        """Adds the tokens that the contract's grammar forces to the tree, as far as its plan goes."""
+        grammar, plan = self.sampler.grammar, self.ceilings
+        if grammar is None or not self.terms.plan.depth or self.drawn:
+            return
+        node = self.tree.root
+        for token in grammar.forced()[: min(plan.depth, plan.nodes, self.room - 1)]:
+            child = node.children.get(token)
+            if child is None:
+                if token >= self.unpadded_vocabulary or self.tree.size >= self.tree.capacity:
+                    return
+                child = self.tree.add(node, token, self._claims[FORCED].corrected(FORCED_EDGE))
+                child.claim = FORCED, FORCED_EDGE
+                self._forced_id += 1
+                self.tree.ids.name(child, FORCED, self._forced_id)
+            node = child
 
     def record_answer(self) -> None:
         """Gives the finished answer to the n-gram proposer's store, for other sessions."""
@@ -221,6 +250,7 @@ class VerifierSession(DraftedSession):
         self.sampler.extend(tokens)
         self.terms.committed_at = now
         self.propose_ngrams()
+        self.propose_forced()
         self.arrivals.restart(now, self.tree_value())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
         commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, drafter_credits)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
+from outrider.client._grammar import grammar_of
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
@@ -60,6 +61,10 @@ class Options(TypedDict, total=False):
     typical_epsilon: float  # of "typical-acceptance": 0.09
     typical_delta: float  # of "typical-acceptance": 0.3
     tokenizer_digest: bytes  # with a prompt of token ids: refuse the request if the model's tokenizer differs
+    schema: Any  # the answer is JSON of this schema: a mapping, or a pydantic model's class
+    regex: str | None  # the answer as a whole matches this regular expression
+    choices: Sequence[str] | None  # the answer is one of these
+    grammar: str | None  # the answer follows this grammar, in Lark's form
     logprobs: int | None  # return each token's log-probability and those of this many likeliest tokens, 0 to 20
     session: str  # the session to continue with a turn; the prompt follows its tokens
     whole_history: bool  # the prompt is the whole conversation; where it differs, a new session forks off
@@ -74,6 +79,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
     max_tokens, seed, depth = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("seed"), options.get("depth")
     priority, stop = options.get("priority", "interactive"), options.get("stop", ())
     terms: dict[str, Any] = {name: value for name, value in options.items() if name in _TERMS and value is not None}
+    grammar = terms["grammar"] = grammar_of(options)
     checked = Contract(**terms | {"seed": seed or 0, "max_tokens": FILLING if max_tokens is None else max_tokens})
     checked.check_vocabulary(2**32)
     if priority not in _PRIORITIES:
@@ -93,6 +99,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
                 "logit_bias": dict(checked.logit_bias),
                 "stop": [encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
                 "ignore_eos": options.get("ignore_eos", False),
+                "grammar": None if grammar is None else types_pb2.Grammar(kind=grammar.kind, text=grammar.text),
             }
         ),
         speculation=pb.Speculation(policy=options.get("speculation") or "", depth=depth or 0),

@@ -76,8 +76,9 @@ async def server_sent_events(
                 yield event(form.last(index, serialize.reason(part.ended)))
             part = await anext(parts, None)
         if parsed.include_usage:
-            usage = serialize.cost([ended[index] for index in range(choices)], parsed.n)
-            yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage))
+            generations = [ended[index] for index in range(choices)]
+            usage, metrics = serialize.cost(generations, parsed.n), serialize.speculation(generations)
+            yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage, **metrics))
     except OutriderError as error:
         yield _event(refusal(error).body)
         return

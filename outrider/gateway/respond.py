@@ -51,7 +51,8 @@ async def answer(
     generations = [ended[index] for index in range(count)]
     choices = [form.complete(index, generation) for index, generation in enumerate(generations)]
     usage = serialize.cost(generations, parsed.n)
-    return JSONResponse(serialize.envelope(form.kind, **head, choices=choices, usage=usage))
+    metrics = serialize.speculation(generations)
+    return JSONResponse(serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics))
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

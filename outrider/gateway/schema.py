@@ -10,6 +10,7 @@ was parsed is the fields that are used.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
 from outrider.core.session.contract import MAX_LISTED, PolicyName, Priority, RuleName
+from outrider.errors import InvalidRequest
 
 MOST_CHOICES = 128  # of all prompts of a request
 MOST_MESSAGES = 4096
@@ -101,6 +103,10 @@ class GenerationForm(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: NoEffect = None
+    guided_json: dict[str, Any] | str | None = None  # these four as vLLM has them
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     outrider: Outrider = Outrider()
 
     @property
@@ -112,6 +118,11 @@ class GenerationForm(RequestBody):
     def alternatives(self) -> int | None:
         """Number of likeliest tokens whose log-probabilities are wanted; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer, if it has one."""
+        return _parsed(self.guided_json) if isinstance(self.guided_json, str) else self.guided_json
 
     @property
     def include_usage(self) -> bool:
@@ -136,10 +147,24 @@ class GenerationForm(RequestBody):
             "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
             "logprobs": self.alternatives,
+            "schema": self.answer_schema,
+            "regex": self.guided_regex,
+            "choices": self.guided_choice,
+            "grammar": self.guided_grammar,
             **self.outrider.model_dump(),
         }
         given = {name: value for name, value in options.items() if value is not None}
         return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+
+
+def _parsed(schema: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(schema)
+    except ValueError as error:
+        raise InvalidRequest("guided_json", f"is no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("guided_json", "must be a JSON schema, as an object or as a string of one")
+    return parsed
 
 
 class Completion(GenerationForm):
@@ -208,10 +233,33 @@ class ChatMessage(RequestBody):
         return {"role": "system" if self.role == "developer" else self.role, "content": _text(self.content)}
 
 
+class JsonSchema(RequestBody):
+    """A schema with its name."""
+
+    name: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: NoEffect = None
+    strict: NoEffect = None  # the answer follows the schema in any case
+
+
 class ResponseFormat(RequestBody):
     """The format of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: is for the type json_schema, which needs it")
+        return self
+
+    @property
+    def schema(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """The schema of the answer; None: it is any text."""
+        if self.json_schema is None:
+            return {"type": "object"} if self.type == "json_object" else None
+        return self.json_schema.schema_ or {"type": "object"}
 
 
 class Chat(GenerationForm):
@@ -242,6 +290,11 @@ class Chat(GenerationForm):
     tools: Unserved = None
     verbosity: Unserved = None
     web_search_options: Unserved = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        wanted = None if self.response_format is None else self.response_format.schema
+        return super().answer_schema if wanted is None else wanted
 
     @property
     def token_limit(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, TokenLogprobs
@@ -110,6 +110,32 @@ def cost(generations: Sequence[Generation], n: int) -> Json:
         },
         "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
     }
+
+
+def speculation(generations: Sequence[Generation]) -> Json:
+    """Return what drafts brought, as vLLM has it: `metrics` of a response; empty where no step verified a draft.
+
+    A step that verifies drafts accepts 0, 1, 2, ... of them: the histogram counts steps by that number.
+    """
+    usages = [generation.usage for generation in generations]
+    tried, reached = (
+        [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+        for rows in ([it.tried_by_depth for it in usages], [it.reached_by_depth for it in usages])
+    )
+    if not tried or not tried[0]:
+        return {}
+    steps, verified, accepted = tried[0], sum(it.verified for it in usages), sum(reached)
+    lengths = [steps, *reached, 0]
+    figures = {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / verified,
+        "acceptance_histogram": [longer - far for longer, far in pairwise(lengths)],
+        "num_spec_steps": steps,
+        "num_draft_tokens": verified,
+        "num_accepted_draft_tokens": accepted,
+        "num_spec_tokens": len(tried),
+    }
+    return {"metrics": {"speculative_decoding": figures}}
 
 
 def model(entry: Model) -> Json:

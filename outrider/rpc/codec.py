@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance.draft_distribution import LARGEST_WEIGHT, MAX_TOKENS, SparseRow
-from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
+from outrider.core.session.contract import Contract, Grammar, Plan, SentTerms, StepReport
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.errors import InvalidRequest
@@ -40,13 +40,26 @@ _figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fi
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
     """Return the contract's message."""
     values = {name: getattr(contract, name) for name in _CONTRACT}
-    return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias)})
+    grammar = grammar_to_pb(contract.grammar)
+    return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias), "grammar": grammar})
 
 
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
     """Return the contract. Raises InvalidRequest naming the field that is out of range."""
     values = {name: getattr(message, name) for name in _CONTRACT}
-    return Contract(**values | {"logprobs": message.logprobs if message.HasField("logprobs") else None})
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    grammar = grammar_from_pb(message.grammar) if message.HasField("grammar") else None
+    return Contract(**values | {"logprobs": logprobs, "grammar": grammar})
+
+
+def grammar_to_pb(grammar: Grammar | None) -> types_pb2.Grammar | None:
+    """Return a grammar's message."""
+    return None if grammar is None else types_pb2.Grammar(kind=grammar.kind, text=grammar.text)
+
+
+def grammar_from_pb(message: types_pb2.Grammar) -> Grammar:
+    """Return the grammar. Raises InvalidRequest."""
+    return Grammar(message.kind, message.text)
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:

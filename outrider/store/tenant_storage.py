@@ -33,7 +33,8 @@ def generation_bytes(prompt_tokens: int, contract: Contract, answer_tokens: int 
     """Return what a generation takes in Redis, roughly; without `answer_tokens`, with all that it may write."""
     answer = contract.max_tokens if answer_tokens is None else answer_tokens
     logprobs = 0 if contract.logprobs is None else stride(contract.logprobs)
-    return SESSION_BYTES + TOKEN_BYTES * prompt_tokens + (ANSWER_TOKEN_BYTES + logprobs) * answer
+    grammar = 0 if contract.grammar is None else len(contract.grammar.text)
+    return SESSION_BYTES + grammar + TOKEN_BYTES * prompt_tokens + (ANSWER_TOKEN_BYTES + logprobs) * answer
 
 
 class TenantStorage:

@@ -13,7 +13,7 @@ from outrider.core.control.goodput import AcceptancePriors
 from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
-from outrider.rpc.codec import check_tokens
+from outrider.rpc.codec import check_tokens, grammar_from_pb
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
@@ -232,7 +232,10 @@ def empty_prompt() -> InvalidRequest:
 def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:
     terms = _given(sampling) | _given(acceptance)
     max_tokens = terms.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if sampling.HasField("grammar") and sampling.ignore_eos:
+        raise InvalidRequest("ignore_eos", "does not go with a grammar: the answer ends where the grammar does")
     derived = {
+        "grammar": grammar_from_pb(sampling.grammar) if sampling.HasField("grammar") else None,
         "seed": terms.get("seed", secrets.randbits(64)),
         "rule": acceptance.rule or SHARED_NOISE,
         "logit_bias": tuple(sampling.logit_bias.items()),

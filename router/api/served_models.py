@@ -10,9 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.core.session.contract import MAX_STOP_IDS
+from outrider.core.session.contract import MAX_STOP_IDS, Grammar
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import CheckpointError, InvalidRequest
+from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from router.api.chat_template import SECONDS, ChatTemplate, TemplateMessage, read_chat_template
 from router.scheduling.fair_turns import FairTurns
@@ -34,6 +35,7 @@ class ServedModel:
     digest: bytes  # of the tokenizer
     eos_ids: tuple[int, ...]
     chat: ChatTemplate | None = None
+    grammars: GrammarCompiler | None = None  # None: grammars are checked by verifiers alone
     turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
     token_text: TokenText = field(init=False)  # maps a token to its bytes
 
@@ -62,6 +64,11 @@ class ServedModel:
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
         return await self.encode(await self.chat.render(messages, tenant), tenant, special=False, context=context)
+
+    async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
+        """Raise InvalidRequest for a tenant's grammar that cannot be followed; Overloaded as `encode`."""
+        if self.grammars is not None:
+            await self.turns.run(None, tenant, self.grammars.start, grammar)
 
     def close(self) -> None:
         """End the model's child processes."""
@@ -94,7 +101,9 @@ def load_model(name: str, checkpoint: Path, template_s: float = SECONDS) -> Serv
         digest = tokenizer_digest(blob)
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
-    return ServedModel(name, tokenizer, digest, tuple(_eos_ids(folder)), read_chat_template(folder, template_s))
+    eos_ids = tuple(_eos_ids(folder))
+    grammars = GrammarCompiler(folder, tokenizer.get_vocab_size(), eos_ids)
+    return ServedModel(name, tokenizer, digest, eos_ids, read_chat_template(folder, template_s), grammars)
 
 
 def _eos_ids(folder: Path) -> Iterable[int]:

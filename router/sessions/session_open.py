@@ -391,6 +391,8 @@ async def _history(sessions: Sessions, params: GenerateParams, session: SessionR
 
 
 async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
+    if params.contract.grammar is not None:
+        await params.model.check_grammar(params.contract.grammar, params.tenant)
     match params.prompt:
         case str() as text:
             tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)

@@ -43,6 +43,15 @@ async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) 
     why = (usage.model_extra or {})["outrider"]
     assert why["speculation"] == "rejected"
     assert why["explanation"].startswith("drafts were verified, and the target chose none of them; ")
+    assert (answer.model_extra or {})["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1.0,
+        "draft_acceptance_rate": 0.0,
+        "acceptance_histogram": [len(SCRIPT), 0, 0, 0, 0],
+        "num_spec_steps": len(SCRIPT),
+        "num_draft_tokens": 4 * len(SCRIPT),
+        "num_accepted_draft_tokens": 0,
+        "num_spec_tokens": 4,
+    }
     start = front.verifier.starts[0]
     assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
 
@@ -58,6 +67,7 @@ async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
     assert pieces[-1].choices == []
     assert pieces[-1].usage is not None
     assert pieces[-1].usage.completion_tokens == len(SCRIPT)
+    assert (pieces[-1].model_extra or {})["metrics"]["speculative_decoding"]["num_spec_steps"] == len(SCRIPT)
 
 
 async def test_several_choices_and_prompts_have_their_indices_and_prompts_count_once(front: Front) -> None:
@@ -238,6 +248,37 @@ async def test_requests_are_counted(front: Front) -> None:
     assert front.metrics.requests == {("/v1/completions", "200"): 1, ("other", "404"): 2}
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}},
+                }
+            },
+            "json_schema",
+            '{"type": "integer"}',
+        ),
+        ({"extra_body": {"guided_json": '{"type": "integer"}'}}, "json_schema", '{"type": "integer"}'),
+        ({"extra_body": {"guided_json": {"type": "integer"}}}, "json_schema", '{"type": "integer"}'),
+        ({"extra_body": {"guided_regex": "[0-9]"}}, "regex", "[0-9]"),
+        ({"extra_body": {"guided_choice": ["a", "b"]}}, "choices", '["a", "b"]'),
+        ({"extra_body": {"guided_grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+    ],
+    ids=str,
+)
+async def test_the_form_of_an_answer_reaches_the_verifier(
+    chat_front: Front, asked: dict[str, Any], kind: str, text: str
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    await chat_front.client.chat.completions.create(model="target", messages=messages, max_tokens=1, **asked)
+    grammar = chat_front.verifier.starts[0].contract.grammar
+    assert (grammar.kind, grammar.text) == (kind, text)
+
+
 async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) -> None:
     front = chat_front
     messages: list[Any] = [
@@ -285,7 +326,12 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
             {"tools": [{"type": "function"}]},
             "Unsupported parameter: 'tools' is not served here",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),
+        ({"extra_body": {"guided_json": "{"}}, "is no JSON"),
+        ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "does not go with"),
+        ({"extra_body": {"guided_regex": "("}}, "grammar"),
+        ({"extra_body": {"guided_regex": "a", "outrider": {"ignore_eos": True}}}, "ignore_eos"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),

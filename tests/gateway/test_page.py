@@ -14,6 +14,7 @@ from outrider.core.session.contract import PolicyName
 from outrider.gateway.schema import UNSUPPORTED, Chat, Completion, GenerationForm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # of vLLM's
 MINIMAL: dict[type[GenerationForm], dict[str, Any]] = {
     Chat: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Completion: {"model": "m", "prompt": "x"},
@@ -34,7 +35,8 @@ ENDPOINTS = [(Chat, chats.CompletionCreateParamsBase, 1), (Completion, completio
 def test_every_field_that_openai_has_is_in_the_table(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     known = {name for name, entry in column(number).items() if entry}
     assert known == {*theirs.__annotations__, "stream"}
-    assert known == {*kind.model_fields} - {"outrider"}
+    assert known == {*kind.model_fields} - {"outrider"} - GUIDED
+    assert all(f"`{name}`" in PAGE for name in GUIDED)
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)

@@ -11,6 +11,7 @@ from outrider.core.control.trial_gate import TrialGate
 from outrider.core.proposers.lookahead import Lookahead
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
 from outrider.core.proposers.ngram_pool import GramFits
+from outrider.core.sampling.grammar import GrammarState
 from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
 from outrider.core.tree.node import Node
@@ -53,8 +54,19 @@ class NgramProposer:
             self.read_to += len(part)
         return self.read_to == len(tokens)
 
-    def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, vocabulary: int, price: float) -> None:
-        """Adds likely continuations that are worth verifying to the tree; only ids below `vocabulary`."""
+    def grow(
+        self,
+        tree: TokenTree,
+        *,
+        nodes: int,
+        depth: int,
+        width: int,
+        vocabulary: int,
+        price: float,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """Adds likely continuations that are worth verifying to the tree; only ids below `vocabulary`, and such as the
+        `grammar` allows."""
         room = tree.capacity - tree.size
         corrected = self.calibration.corrected
         for node, claimed in grow(
@@ -67,6 +79,7 @@ class NgramProposer:
             floor=floor_score(price),
             room=room,
             calibrate=corrected,
+            grammar=grammar,
         ):
             node.claim = SENDER, claimed
             self._last_id += 1
@@ -88,10 +101,20 @@ class LookaheadProposer(NgramProposer):
         self.trial_gate = trial_gate
         self.seconds = Ema(EMA_WEIGHT)  # that its window takes of a step outside the pass, on average
 
-    def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, vocabulary: int, price: float) -> None:
+    def grow(
+        self,
+        tree: TokenTree,
+        *,
+        nodes: int,
+        depth: int,
+        width: int,
+        vocabulary: int,
+        price: float,
+        grammar: GrammarState | None = None,
+    ) -> None:
         """Replaces its earlier nodes by new ones, which are better than those it proposed before."""
         prune(tree, tree.root, SENDER)
-        super().grow(tree, nodes=nodes, depth=depth, width=width, vocabulary=vocabulary, price=price)
+        super().grow(tree, nodes=nodes, depth=depth, width=width, vocabulary=vocabulary, price=price, grammar=grammar)
 
 
 def prune(tree: TokenTree, node: Node, sender: int) -> bool:

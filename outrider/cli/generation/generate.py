@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from outrider.cli.command import INTERRUPTED, Address, Profile, reported
 from outrider.core.session.contract import PolicyName, Priority, RuleName
 from outrider.core.session.speculation_status import SpeculationReason
+from outrider.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -53,6 +56,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end of text.")] = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="File with a JSON schema; the answer is JSON of it.", exists=True, dir_okay=False),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression of the answer.")] = None,
+    one_of: Annotated[list[str] | None, typer.Option(help="An answer to choose from; may be repeated.")] = None,
     speculation: Annotated[
         PolicyName | None, typer.Option(help="Policy; it changes the speed, never the text. [default: the router's]")
     ] = None,
@@ -103,6 +112,9 @@ def generate(
             stop=stop or (),
             stop_ids=stop_id or (),
             ignore_eos=ignore_eos,
+            schema=None if schema is None else _schema(schema),
+            regex=regex,
+            choices=one_of or None,
             speculation=speculation,
             depth=depth,
             rule=rule,
@@ -125,6 +137,13 @@ def generate(
         print(_figures(stream.result), file=sys.stderr)
         if line := _speculation(stream.result):
             print(line, file=sys.stderr)
+
+
+def _schema(file: Path) -> object:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidRequest("schema", f"{file} is no JSON: {error}") from None
 
 
 def _biases(entries: Sequence[str]) -> dict[int, float]:

@@ -21,6 +21,7 @@ from outrider.core.proposers.ngram_tree import NOTHING, BestOf, Continuation, Co
 from outrider.core.proposers.noise_mixture import BackgroundDistribution, Found, NoiseMixtureFit
 from outrider.core.proposers.retrieval import Retrieval
 from outrider.core.proposers.suffixes import FinishedOutputs, SessionSuffixes, TenantOutputs
+from outrider.core.sampling.grammar import GrammarState
 from outrider.core.sampling.noise import gumbel_at
 from outrider.core.session.contract import SHARED_NOISE, Contract
 from outrider.core.tree.node import Node
@@ -214,12 +215,13 @@ def grow(
     room: int,
     calibrate: Callable[[float], float] = lambda edge: edge,
     start: Node | None = None,
+    grammar: GrammarState | None = None,
 ) -> list[tuple[Node, float]]:
     """Add the proposals of a lookup below the root, or below `start`.
 
-    Added are at most `room` new nodes, whose path score is at least `floor` and whose tokens are below `vocabulary`.
-    `calibrate` maps a claimed edge score to the one to use. Return the new nodes, parents before children, each with
-    its claimed edge score.
+    Added are at most `room` new nodes, whose path score is at least `floor` and whose tokens are below `vocabulary`,
+    and allowed by the `grammar`, if there is one. `calibrate` maps a claimed edge score to the one to use. Return the
+    new nodes, parents before children, each with its claimed edge score.
     """
     start = start or tree.root
     proposal = lookup.propose(nodes, depth - tree.depth(start), tree.path(start))
@@ -231,7 +233,8 @@ def grow(
         if parent and child is None and token < vocabulary and len(added) < room and len(parent.children) < width:
             claimed = edge_from_code(edge_code(math.log(max(chance, MIN_CHANCE))))
             edge = calibrate(claimed)
-            if tree.score(parent) * math.exp(edge) >= floor:
+            worthwhile = tree.score(parent) * math.exp(edge) >= floor
+            if worthwhile and (grammar is None or grammar.allowed(tree.path(parent))[token]):
                 child = tree.add(parent, token, edge)
                 added.append((child, claimed))
         placed.append(child)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.compiled import compiled_sampler
 from outrider.core.sampling.filters import FloatRow, Occurrences, best_of, ids_within, keep_sampled, penalize
+from outrider.core.sampling.grammar import GrammarState
 from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw, NoiseRows, generation_base
 from outrider.core.sampling.restriction import History, Restriction
@@ -40,15 +41,18 @@ class Sampler:
         tokens: Sequence[int],
         answer_position: int,
         *,
+        grammar: GrammarState | None = None,
         compiled: bool = True,
     ) -> None:
-        """`tokens` are the committed tokens, prompt included; the answer begins at `answer_position`. With `compiled`,
-        compiled code chooses where it is installed; else numpy does.
+        """`tokens` are the committed tokens, prompt included; the answer begins at `answer_position`. `grammar`:
+        that of the contract, behind these tokens. With `compiled`, compiled code chooses where it is installed; else
+        numpy does.
 
         Tokens, and ids in the contract, may lie outside the vocabulary, because a drafter may lack ids of the target;
         they change nothing. The contract must allow at least one id of the vocabulary (`Contract.allows_any`).
         """
         self.contract = contract
+        self.grammar = grammar
         self._compiled = compiled_sampler(contract, vocabulary, tokens, answer_position) if compiled else None
         self._length = len(tokens)
         self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be chosen
@@ -67,7 +71,9 @@ class Sampler:
         `restricts`: the engine takes restrictions; `penalizes`: penalties, too, for rows whose paths it knows.
         """
         contract = self.contract
-        if contract.unrestricted and not (self._stops.size and self._length < self._first_stop):
+        if self.grammar is not None:
+            return None
+        if contract.unrestricted and not self._may_not_stop(()):
             return Draw(self._base, contract.temperature)
         return self._restricted if restricts and (penalizes or not contract.penalizes) else None
 
@@ -87,6 +93,8 @@ class Sampler:
         if self._compiled is not None:
             self._compiled.extend(tokens)
         self._noise.forget_below(self._length)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
         if self._counts is not None:
             self._counts.extend(tokens)
         if self._history is not None:
@@ -103,7 +111,7 @@ class Sampler:
         `logits` is the row after the path's last token. At temperature 0, temperature, top-k, top-p and min-p are not
         applied, because they cannot change an argmax.
         """
-        scores = logits.astype(np.float64)
+        scores = self._within_grammar(logits, path).astype(np.float64)
         if self._biased.size:
             scores[self._biased] += self._bias
         if self._counts is not None:
@@ -111,7 +119,7 @@ class Sampler:
                 penalize(scores, self.contract, self._counts)
         if self._banned.size:
             scores[self._banned] = -np.inf
-        if self._stops.size and self._length + len(path) < self._first_stop:
+        if self._may_not_stop(path) and not self._must_stop(path):
             scores[self._stops] = -np.inf
         if not self.contract.greedy:
             keep_sampled(scores, self.contract)
@@ -142,8 +150,8 @@ class Sampler:
         The scores are those of `scores` if `noised`, else those of `log_weights`. There are at most `count`, and fewer
         where fewer tokens are allowed.
         """
-        if self._compiled is not None:
-            leading = self._compiled.leading(logits, path, count, noised=noised)
+        if self._compiled is not None and not self._must_stop(path):
+            leading = self._compiled.leading(self._within_grammar(logits, path), path, count, noised=noised)
             if leading is not None:
                 return leading
         return best_of(self.scores(logits, path) if noised else self.log_weights(logits, path), count)
@@ -153,10 +161,29 @@ class Sampler:
         tokens, scores = self.leading(logits, path, 2)
         if tokens.size:
             token, gap = int(tokens[0]), float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
+        elif self.grammar is not None and self._stops.size:  # the contract excludes all that the grammar allows
+            token, gap = int(self._stops[0]), np.nan
         else:  # no score is finite
             token, gap = int(self.scores(logits, path).argmax()), np.nan
         wanted = self.contract.logprobs
         return Choice(token, gap, b"" if wanted is None else pack(logits, token, wanted))
+
+    def _within_grammar(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits, -inf for what the grammar does not allow."""
+        if self.grammar is None:
+            return logits
+        return np.where(self.grammar.allowed(path), logits, np.float32(-np.inf))
+
+    def _may_not_stop(self, path: Sequence[int]) -> bool:
+        """Whether `min_tokens` bans the stop ids."""
+        return self._stops.size > 0 and self._length + len(path) < self._first_stop
+
+    def _must_stop(self, path: Sequence[int]) -> bool:
+        """Whether the grammar allows nothing but the stop ids that `min_tokens` bans; then it counts for more."""
+        if self.grammar is None or not self._may_not_stop(path):
+            return False
+        allowed = self.grammar.allowed(path)
+        return bool(allowed.any()) and not np.delete(allowed, self._stops).any()
 
     def _forbidden_ids(self, vocabulary: int) -> NDArray[np.int64]:
         """Return the ids that are banned or not among those allowed."""

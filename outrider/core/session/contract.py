@@ -21,6 +21,7 @@ RuleName = Literal[  # acceptance rules; see outrider.core.acceptance
     "lenient-speculative-sampling",
     "typical-acceptance",
 ]
+GrammarKind = Literal["json_schema", "regex", "choices", "lark"]
 Priority = Literal["interactive", "batch"]  # batch requests wait where all KV slots are in use
 PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  # see outrider.core.control.policies
 RULES: tuple[str, ...] = get_args(RuleName)
@@ -32,6 +33,7 @@ MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_GRAMMAR = 2**17  # characters
 
 # Filters and temperatures beyond these leave a text that shows little of others: a single token is left to choose,
 # or the shared noise alone chooses, whatever the models predict. See `Contract.representative`.
@@ -41,6 +43,21 @@ MAX_USUAL_MIN_P = 0.3
 MAX_USUAL_TEMPERATURE = 1.5
 
 EstimatesT = TypeVar("EstimatesT")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer has to be, as a whole. Raises InvalidRequest for an unknown kind or a long text."""
+
+    kind: str  # one of `GrammarKind`
+    text: str  # the JSON schema, the expression, a JSON list of strings, or the grammar in Lark's form
+
+    def __post_init__(self) -> None:
+        kinds = get_args(GrammarKind)
+        if self.kind not in kinds:
+            raise InvalidRequest("grammar.kind", f"is {reprlib.repr(self.kind)}, must be one of {', '.join(kinds)}")
+        if len(self.text) > MAX_GRAMMAR:
+            raise InvalidRequest("grammar.text", f"has {len(self.text)} characters, must have at most {MAX_GRAMMAR}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,7 @@ class Contract:
     lenience: float = 1.0  # of lenient speculative sampling; 1 is lossless
     typical_epsilon: float = 0.09  # of typical acceptance: upper threshold
     typical_delta: float = 0.3  # of typical acceptance: factor of the entropy's threshold
+    grammar: Grammar | None = None  # what the answer has to be; None: anything
     logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
 
     def __post_init__(self) -> None:
@@ -151,8 +169,8 @@ class Contract:
 
     @property
     def restricts(self) -> bool:
-        """Whether penalties, a bias, or lists of allowed or banned ids change the model's distribution."""
-        return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids)
+        """Whether penalties, a bias, lists of allowed or banned ids, or a grammar change the model's distribution."""
+        return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids or self.grammar)
 
     @property
     def unrestricted(self) -> bool:

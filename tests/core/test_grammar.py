@@ -1,0 +1,170 @@
+"""What a grammar does to a sampler's choice, and what a compiler makes of what callers send."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import MAX_GRAMMAR, Contract, Grammar
+from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarCompiler
+
+FOLDER = Path(__file__).parents[2] / "models" / "target"
+VOCABULARY, EOS = 4096, 0
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, VOCABULARY, [EOS])
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text).ids
+    return found
+
+
+def generated(
+    compiler: GrammarCompiler, grammar: Grammar, seed: int, most: int = 200, compiled: bool = True, **terms: object
+) -> tuple[list[int], bool]:
+    """A text from logits that know nothing, and whether it ended by itself."""
+    contract = Contract(seed=seed, max_tokens=most, stop_ids=(EOS,), grammar=grammar, **terms)  # type: ignore[arg-type]
+    sampler = Sampler(contract, VOCABULARY, [5, 6], 2, grammar=compiler.start(grammar), compiled=compiled)
+    random, tokens = np.random.default_rng(seed), []
+    for _ in range(most):
+        token = sampler.choose(random.standard_normal(VOCABULARY).astype(np.float32)).token
+        if token == EOS:
+            return tokens, True
+        tokens.append(token)
+        sampler.extend([token])
+    return tokens, False
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_follows_its_grammar_to_the_end(compiler: GrammarCompiler, seed: int, temperature: float) -> None:
+    tokens, ended = generated(compiler, Grammar("json_schema", PERSON), seed, temperature=temperature, top_p=0.9)
+    if ended:
+        person = json.loads(TOKENIZER.decode(tokens))
+        assert person.keys() == {"name", "age"}
+        assert isinstance(person["age"], int)
+    for grammar, allowed in (
+        (Grammar("choices", '["yes", "no", "perhaps"]'), ("yes", "no", "perhaps")),
+        (Grammar("regex", "(red|green) [0-9]{2}"), None),
+        (Grammar("lark", 'start: "a" ("b" | "c")~2'), ("abb", "abc", "acb", "acc")),
+    ):
+        tokens, ended = generated(compiler, grammar, seed, temperature=temperature)
+        text = TOKENIZER.decode(tokens)
+        assert ended
+        assert text in allowed if allowed else text[:-3] in ("red", "green")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numpy_and_compiled_code_choose_alike(compiler: GrammarCompiler, seed: int) -> None:
+    grammar = Grammar("json_schema", PERSON)
+    terms = {"repetition_penalty": 1.2, "logit_bias": {91: 3.0}, "min_p": 0.02}
+    one, other = (generated(compiler, grammar, seed, 60, compiled, **terms) for compiled in (True, False))
+    assert one == other
+
+
+def allowed(
+    compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int], path: Sequence[int]
+) -> NDArray[np.int64]:
+    return np.flatnonzero(compiler.start(grammar, answer).allowed(path))
+
+
+def test_a_path_is_followed_and_left_again(compiler: GrammarCompiler) -> None:
+    grammar, text = Grammar("json_schema", PERSON), ids('{"name": "bob", "age": 12}')
+    state = compiler.start(grammar)
+    for length in range(len(text)):
+        assert state.allowed(text[:length])[text[length]]
+    assert np.flatnonzero(state.allowed(text)).tolist() == [EOS]
+    assert not state.allowed([*text, EOS, 7]).any()
+    assert not state.allowed([ids("x")[0]]).any()
+    for at in range(len(text)):
+        state.extend(text[at : at + 1])
+        fresh = compiler.start(grammar, text[: at + 1])
+        for path in ((), text[at + 1 : at + 2], text[at + 1 :]):
+            assert (state.allowed(path) == fresh.allowed(path)).all()
+
+
+def test_what_is_forced_is_the_text_that_must_follow(compiler: GrammarCompiler) -> None:
+    state = compiler.start(Grammar("regex", "once upon a time(, long ago)?"))
+    forced = state.forced()
+    assert "once upon a time".startswith(TOKENIZER.decode(forced))
+    assert len(forced) > 2
+    state.extend(forced)
+    assert state.forced() != forced
+
+
+def test_the_end_of_a_grammar_counts_for_more_than_a_least_length(compiler: GrammarCompiler) -> None:
+    for compiled in (True, False):
+        tokens, ended = generated(compiler, Grammar("choices", '["yes"]'), 3, min_tokens=50, compiled=compiled)
+        assert (TOKENIZER.decode(tokens), ended) == ("yes", True)
+        tokens, ended = generated(compiler, Grammar("regex", "a*"), 3, most=40, min_tokens=20, compiled=compiled)
+        assert len(tokens) >= 20
+
+
+def test_a_text_ends_where_the_contract_excludes_all_that_the_grammar_allows(compiler: GrammarCompiler) -> None:
+    banned = tuple(id_ for id_ in range(VOCABULARY) if TOKENIZER.decode([id_]).startswith("y"))
+    assert generated(compiler, Grammar("choices", '["yes"]'), 3, banned_ids=banned) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (Grammar("json_schema", "{"), "cannot be"),
+        (Grammar("json_schema", '{"$ref": "#/nope"}'), "does not exist"),
+        (Grammar("json_schema", '{"allOf": [{"type": "integer"}, {"type": "string"}]}'), "Unsatisfiable"),
+        (Grammar("regex", "("), "cannot be followed"),
+        (Grammar("choices", "[]"), "cannot be"),
+        (Grammar("lark", "start: nothing"), "cannot be followed"),
+    ],
+    ids=str,
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_by_name_within_a_bounded_time(
+    compiler: GrammarCompiler, grammar: Grammar, problem: str
+) -> None:
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=problem) as refused:
+            compiler.start(grammar)
+        assert refused.value.field == "grammar"
+    assert time.monotonic() - began < 10
+
+
+def test_texts_that_are_no_grammar_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="must be one of json_schema, regex, choices, lark"):
+        Grammar("xml", "")
+    with pytest.raises(InvalidRequest, match="characters, must have at most"):
+        Grammar("regex", "a" * (MAX_GRAMMAR + 1))
+
+
+def test_in_the_background_a_grammar_is_compiled_once() -> None:
+    compiler, grammar = GrammarCompiler(FOLDER, VOCABULARY, [EOS]), Grammar("choices", '["a", "b"]')
+    wrong = Grammar("regex", "(")
+    for _ in range(200):
+        found, none = compiler.known(grammar, ids("a")), compiler.known(wrong)
+        assert none is None
+        if found is not None and not compiler._compiling:
+            break
+        time.sleep(0.02)
+    assert found is not None
+    assert np.flatnonzero(found.allowed(())).tolist() == [EOS]
+    assert isinstance(compiler._compiled[wrong], InvalidRequest)
