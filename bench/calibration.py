@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import typer
@@ -31,6 +31,7 @@ from bench.options import Drafts, padded_model
 from bench.rows.cluster import BenchCluster, running
 from bench.rows.engine_time import PAGE
 from bench.rows.pinning import pinned, split_cores
+from bench.tiers import JUDGED, MID
 from outrider.cli.command import reported
 from outrider.cli.performance.load import Load, LoadResult, Speculation, apply_load, read_prompts
 from outrider.cli.performance.samples import Sample, steps_by_depth
@@ -58,6 +59,7 @@ class Machine(NamedTuple):
     target: int  # parameters that the target is padded to
     drafts: Drafts = "model"  # of the drafter
     pinned: bool = False  # whether the verifier has a core of its own
+    model: str = "drafter"  # that drafts: "drafter", "mid", or "mid < drafter", where the first drafts for the second
 
 
 class Case(NamedTuple):
@@ -93,6 +95,7 @@ class Outcome:
 
 SHARED, APART = Machine(150_000_000), Machine(150_000_000, pinned=True)
 LARGE, SUFFIX = Machine(400_000_000), Machine(150_000_000, "suffix")
+MIDDLE, TIERS = Machine(400_000_000, model="mid"), Machine(400_000_000, model="mid < drafter")
 CASES = (
     *(Case(SHARED, callers) for callers in (1, 4, 16, 32)),
     *(Case(APART, 1, round_trip_ms) for round_trip_ms in (5.0, 20.0, 50.0, 200.0)),
@@ -100,6 +103,8 @@ CASES = (
     Case(LARGE, 1),
     Case(LARGE, 4),
     Case(SUFFIX, 1),
+    Case(MIDDLE, 1),
+    Case(TIERS, 1),
 )
 
 
@@ -129,6 +134,7 @@ class _Calibration:
         tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
         self._prompts = [tuple(tokenizer.encode(text).ids) for _, text in read_prompts(texts, "#short")]
         self._models = models
+        self._mid = models / "mid"  # padded while cases are measured
         self._seconds = seconds
         self._repetitions = repetitions
         self._progress = Console(stderr=True, highlight=False)
@@ -137,7 +143,10 @@ class _Calibration:
         """Add the outcome of each case, and save all, readings included."""
         readings: dict[Machine, Readings] = {}
         for machine in dict.fromkeys(case.machine for case in cases):
-            async with padded_model(self._models / "target", machine.target) as target:
+            async with (
+                padded_model(self._models / "target", machine.target) as target,
+                padded_model(self._models / "mid", MID) as self._mid,
+            ):
                 self._progress.print(f"{machine}: reading")
                 readings[machine] = await self._read(machine, target)
                 self._progress.print(f"{readings[machine]}")
@@ -184,9 +193,9 @@ class _Calibration:
             return None, 0.0
         from outrider.engine.loading import load_engine
 
-        drafter = self._models / "drafter"
+        drafter, threads = (self._models / "drafter", 1) if machine.model == "drafter" else (self._mid, 2)
         with pinned(split_cores().others) if machine.pinned else nullcontext():
-            engine = await asyncio.to_thread(load_engine, drafter, dtype="bfloat16", threads=1, slots=2)
+            engine = await asyncio.to_thread(load_engine, drafter, dtype="bfloat16", threads=threads, slots=2)
             times = dict(await asyncio.to_thread(engine.measure_costs, (LEVEL, TWO_LEVELS, TEXT)))
         more, text = times[TWO_LEVELS] - times[LEVEL], times[TEXT] - times[LEVEL]
         return 1e3 * max(0.0, more), 1e3 * max(0.0, text) / (TEXT - LEVEL)
@@ -197,9 +206,9 @@ class _Calibration:
         async with self._cluster(machine, target, arm="ahead") as cluster:
 
             async def read() -> list[float]:
-                return [await cluster.metric("verifier-0", name) for name in names] + [
-                    (await cluster.engine_time()).drafter
-                ]
+                drafters = [name for name in cluster.pids() if name.startswith("drafter-")]
+                busy = [await cluster.metric(name, "outrider_draft_forward_seconds_sum") for name in drafters]
+                return [await cluster.metric("verifier-0", name) for name in names] + [sum(busy)]
 
             await self._apply(cluster, 1, None)
             before = await read()
@@ -242,8 +251,9 @@ class _Calibration:
         split = split_cores() if machine.pinned else None
         async with AsyncExitStack() as stack:
             proxy = await stack.enter_async_context(FaultProxy("", delay_s=round_trip_ms / 2e3))
+            tiers: Literal["all", "measured"] = "all" if machine.model == TIERS.model else "measured"
             config = ClusterConfig(
-                router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+                router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, tiers=tiers),
                 verifier=[
                     VerifierConfig(
                         model=target,
@@ -254,21 +264,27 @@ class _Calibration:
                         metrics=PAGE["metrics"],
                     )
                 ],
-                drafter=[
-                    DrafterConfig(
-                        model=self._models / "drafter",
-                        drafts=machine.drafts,
-                        slots=SLOTS,
-                        via=proxy.address if round_trip_ms else None,
-                        metrics=PAGE["metrics"],
-                    )
-                ],
+                **self._drafters(machine, proxy.address if round_trip_ms else None),
             )
             cluster = await stack.enter_async_context(running(config, split))
             proxy.target = cluster.verifier_address  # set before the first connection
             if split is not None:
                 stack.enter_context(pinned(split.others))
             yield cluster
+
+    def _drafters(self, machine: Machine, via: str | None) -> dict[str, Any]:
+        """Return the sections of a cluster's drafters."""
+        small = DrafterConfig(
+            model=self._models / "drafter", drafts=machine.drafts, slots=SLOTS, via=via, metrics=PAGE["metrics"]
+        )
+        if machine.model == "drafter":
+            return {"drafter": [small]}
+        middle = DrafterConfig(
+            model=self._mid, slots=SLOTS, via=via, metrics=PAGE["metrics"], level_nodes=JUDGED, threads=2
+        )
+        if machine.model == "mid":
+            return {"drafter": [middle]}
+        return {"tier": {0: [middle], 1: [small.model_copy(update={"tier": 1})]}}
 
 
 def kind_of(name: str, prompt: int, samples: Iterable[Sample]) -> DrafterKind:
@@ -334,7 +350,7 @@ def last_line(outcomes: Sequence[Outcome]) -> str:
 
 
 def _print(outcomes: Iterable[Outcome]) -> None:
-    table = Table("target", "drafts", "cores", "callers", "round trip", box=SIMPLE, show_edge=False)
+    table = Table("target", "drafts", "model", "cores", "callers", "round trip", box=SIMPLE, show_edge=False)
     for name in ("measured", "predicted", "ratio"):
         table.add_column(name, justify="right")
     for it in outcomes:
@@ -342,6 +358,7 @@ def _print(outcomes: Iterable[Outcome]) -> None:
         table.add_row(
             f"{machine.target / 1e6:.0f}M",
             machine.drafts,
+            machine.model,
             "one each" if machine.pinned else "shared",
             str(it.case.callers),
             f"{it.case.round_trip_ms:g} ms",

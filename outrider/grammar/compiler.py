@@ -104,10 +104,13 @@ class GrammarCompiler:
             import llguidance
         except ImportError:
             raise ConfigError("grammar: needs llguidance, which is not installed; pip install llguidance") from None
-        with self._reading:
-            if self._tokenizer is None:
-                path = self._folder / "tokenizer.json"
-                self._tokenizer = llguidance.LLTokenizer(str(path), self._vocabulary, self._eos_ids)
+        try:
+            with self._reading:
+                if self._tokenizer is None:
+                    path = self._folder / "tokenizer.json"
+                    self._tokenizer = llguidance.LLTokenizer(str(path), self._vocabulary, self._eos_ids)
+        except ValueError as error:
+            raise InvalidRequest("grammar", f"does not work with this model's tokenizer: {error}") from None
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=INITIAL_FUEL,
             step_lexer_fuel=STEP_FUEL,
@@ -123,7 +126,7 @@ class GrammarCompiler:
                 source = llguidance.grammar_from("choice", _checked_choices(grammar.text))
             else:
                 source = llguidance.grammar_from(cast("GrammarFormat", grammar.kind), grammar.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest("grammar", f"cannot be read: {error}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():

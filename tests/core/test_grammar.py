@@ -135,6 +135,10 @@ def test_a_text_ends_where_the_contract_excludes_all_that_the_grammar_allows(com
         (Grammar("regex", "("), "cannot be followed"),
         (Grammar("choices", "[]"), "cannot be"),
         (Grammar("lark", "start: nothing"), "cannot be followed"),
+        (Grammar("choices", "[" * MAX_GRAMMAR), "cannot be"),
+        (Grammar("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000), "cannot be"),
+        (Grammar("regex", "(" * 60_000 + ")" * 60_000), "cannot be"),
+        (Grammar("lark", "start: " + "(" * 60_000 + '"a"' + ")" * 60_000), "cannot be"),
     ],
     ids=str,
 )
