@@ -105,6 +105,7 @@ async def test_texts_are_the_same_whether_there_is_memory_for_all_or_hardly_for_
     free._executor.close()
 
 
+@pytest.mark.extended
 async def test_sessions_on_a_device_wait_for_one_another_too() -> None:
     def on_device(kv_memory: int | None) -> StepScheduler:
         engine = DeviceEngine.load(
