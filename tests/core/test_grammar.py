@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
-VOCABULARY, EOS = 4096, 0
+VOCABULARY, EOS = 4096, 4095  # not the first, which numpy takes where all are equal
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 PERSON = json.dumps(
     {

@@ -119,8 +119,10 @@ class Sampler:
                 penalize(scores, self.contract, self._counts)
         if self._banned.size:
             scores[self._banned] = -np.inf
-        if self._may_not_stop(path) and not self._must_stop(path):
+        if self._may_not_stop(path):
             scores[self._stops] = -np.inf
+        if self.grammar is not None and self._stops.size and not np.isfinite(scores).any():
+            scores[self._ending_id(self.grammar, path)] = 0.0
         if not self.contract.greedy:
             keep_sampled(scores, self.contract)
         return scores
@@ -150,9 +152,9 @@ class Sampler:
         The scores are those of `scores` if `noised`, else those of `log_weights`. There are at most `count`, and fewer
         where fewer tokens are allowed.
         """
-        if self._compiled is not None and not self._must_stop(path):
+        if self._compiled is not None:
             leading = self._compiled.leading(self._within_grammar(logits, path), path, count, noised=noised)
-            if leading is not None:
+            if leading is not None and (leading[0].size or self.grammar is None):
                 return leading
         return best_of(self.scores(logits, path) if noised else self.log_weights(logits, path), count)
 
@@ -161,8 +163,6 @@ class Sampler:
         tokens, scores = self.leading(logits, path, 2)
         if tokens.size:
             token, gap = int(tokens[0]), float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
-        elif self.grammar is not None and self._stops.size:  # the contract excludes all that the grammar allows
-            token, gap = int(self._stops[0]), np.nan
         else:  # no score is finite
             token, gap = int(self.scores(logits, path).argmax()), np.nan
         wanted = self.contract.logprobs
@@ -178,12 +178,13 @@ class Sampler:
         """Whether `min_tokens` bans the stop ids."""
         return self._stops.size > 0 and self._length + len(path) < self._first_stop
 
-    def _must_stop(self, path: Sequence[int]) -> bool:
-        """Whether the grammar allows nothing but the stop ids that `min_tokens` bans; then it counts for more."""
-        if self.grammar is None or not self._may_not_stop(path):
-            return False
-        allowed = self.grammar.allowed(path)
-        return bool(allowed.any()) and not np.delete(allowed, self._stops).any()
+    def _ending_id(self, grammar: GrammarState, path: Sequence[int]) -> int:
+        """Return the id that ends a text where the contract excludes all that the grammar allows.
+
+        It is the lowest stop id that the grammar allows, or else the lowest.
+        """
+        allowed = self._stops[grammar.allowed(path)[self._stops]]
+        return int((allowed if allowed.size else self._stops)[0])
 
     def _forbidden_ids(self, vocabulary: int) -> NDArray[np.int64]:
         """Return the ids that are banned or not among those allowed."""
