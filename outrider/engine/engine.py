@@ -15,6 +15,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment, check_numbers
 from outrider.engine.features import Features
 from outrider.engine.logits import HostLogits, Logits
+from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,15 @@ def check_sizes(slots: int, rows: int | None) -> None:
     """Raise ValueError for an engine that could hold no text. `rows`: None if they follow from the checkpoint."""
     if slots < 1 or (rows is not None and rows < 2):
         raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+
+
+def check_kv_memory(memory: int, minimum: int, rows: int) -> None:
+    """Raise ConfigError where one text of a slot's `rows`, and its tree, would not fit into `memory` bytes."""
+    if memory < minimum:
+        raise ConfigError(
+            f"kv_memory: {memory} bytes are too few for one text of {rows - SCRATCH} tokens; "
+            f"give at least {minimum}, or a shorter context"
+        )
 
 
 class Engine(Traits, ABC):

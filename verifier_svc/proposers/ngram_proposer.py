@@ -67,6 +67,7 @@ class NgramProposer:
     ) -> None:
         """Adds likely continuations that are worth verifying to the tree; only ids below `vocabulary`, and such as the
         `grammar` allows."""
+        self.make_room(tree)
         room = tree.capacity - tree.size
         corrected = self.calibration.corrected
         for node, claimed in grow(
@@ -85,6 +86,9 @@ class NgramProposer:
             self._last_id += 1
             tree.ids.name(node, SENDER, self._last_id)
 
+    def make_room(self, tree: TokenTree) -> None:
+        """Prepares the tree for new proposals."""
+
     def finish(self, answer: Sequence[int]) -> None:
         """Takes the answer of the session, which has ended."""
         self._lookup.finish(answer)
@@ -101,20 +105,9 @@ class LookaheadProposer(NgramProposer):
         self.trial_gate = trial_gate
         self.seconds = Ema(EMA_WEIGHT)  # that its window takes of a step outside the pass, on average
 
-    def grow(
-        self,
-        tree: TokenTree,
-        *,
-        nodes: int,
-        depth: int,
-        width: int,
-        vocabulary: int,
-        price: float,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        """Replaces its earlier nodes by new ones, which are better than those it proposed before."""
+    def make_room(self, tree: TokenTree) -> None:
+        """Removes its earlier nodes: new ones are better than those it proposed before."""
         prune(tree, tree.root, SENDER)
-        super().grow(tree, nodes=nodes, depth=depth, width=width, vocabulary=vocabulary, price=price, grammar=grammar)
 
 
 def prune(tree: TokenTree, node: Node, sender: int) -> bool:

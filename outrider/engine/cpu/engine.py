@@ -23,13 +23,13 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.eager.int4 import check_int4_shape
-from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_sizes
+from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
 from outrider.engine.features import Features
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import BestTokens, Logits
 from outrider.engine.ranks.group import ALONE, SingleRank
 from outrider.engine.ranks.socket_group import SocketGroup
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -279,11 +279,7 @@ def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -
     """Return `memory`. Raises ConfigError where one text and its tree would not fit into it."""
     page = _page_bytes(config, dtype)
     minimum = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
-    if memory < minimum:
-        raise ConfigError(
-            f"kv_memory: {memory} bytes are too few for one text of {rows - SCRATCH} tokens; "
-            f"give at least {minimum}, or a shorter context"
-        )
+    check_kv_memory(memory, minimum, rows)
     return memory
 
 

@@ -52,7 +52,7 @@ from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
-from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
+from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_kv_memory, check_sizes
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
@@ -450,12 +450,10 @@ def _pages_for(
     page = 2 * config.layers * config.kv_heads * PAGE_ROWS * config.head_dim * dtype.itemsize
     whole = slots * pages_of(rows)
     least = min(whole, pages_of(rows + SCRATCH) + TEXT_SPARE)
-    pages = whole if kv_memory is None else min(whole, kv_memory // page)
-    if pages < least:
-        raise ConfigError(
-            f"kv_memory: {kv_memory} bytes are too few for one text of {rows - SCRATCH} tokens; give at least "
-            f"{least * page}, or a shorter context"
-        )
+    pages = whole
+    if kv_memory is not None:
+        check_kv_memory(kv_memory, least * page, rows)
+        pages = min(whole, kv_memory // page)
     if device.type == "cuda":
         room = max(0, torch.cuda.mem_get_info(device)[0] - WORKSPACE_BYTES) // page - 1
         if room < least:

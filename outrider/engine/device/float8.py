@@ -8,6 +8,7 @@ Source: FP8 Formats for Deep Learning (Micikevicius et al., arXiv 2209.05433) fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,7 +180,11 @@ def by_kernels(x: Tensor, weight: Float8Weight, bias: Tensor | None = None, buff
     x = x.contiguous()
     rows, inputs = x.shape
     if rows > FEW_ROWS:
-        return _converted(x, weight, bias, buffer)
+
+        def convert(part: slice, weights: Tensor) -> None:
+            weights.copy_(weight.values[part])
+
+        return converted(x, len(weight.values), convert, weight.scales, bias, buffer)
     return planned(x, weight, bias, Float8Plan.of(rows, inputs, len(weight.values)))
 
 
@@ -214,9 +219,19 @@ def finished(sums: Tensor, scales: Tensor | None, bias: Tensor | None, result: T
     )  # fmt: skip
 
 
-def _converted(x: Tensor, weight: Float8Weight, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """Compute `linear8` for many rows: products of bfloat16, of as many outputs as the buffer holds."""
-    outputs, inputs = weight.values.shape
+def converted(
+    x: Tensor,
+    outputs: int,
+    convert: Callable[[slice, Tensor], object],
+    scales: Tensor | None,
+    bias: Tensor | None,
+    buffer: Tensor | None,
+) -> Tensor:
+    """Compute a linear for many rows: products of bfloat16, of as many outputs as the buffer holds.
+
+    `convert`: writes the weights of some outputs, [outputs, inputs] bfloat16; `scales`: of outputs, applied to sums.
+    """
+    inputs = x.shape[1]
     if buffer is None:
         buffer = torch.empty(outputs * inputs, dtype=x.dtype, device=x.device)
     assert buffer.dtype == x.dtype
@@ -227,9 +242,9 @@ def _converted(x: Tensor, weight: Float8Weight, bias: Tensor | None, buffer: Ten
     for first in range(0, outputs, step):
         part = slice(first, min(first + step, outputs))
         weights = room[: part.stop - first]
-        weights.copy_(weight.values[part])
-        sums = product(x, weights)
-        finished(sums[None], weight.scales[part], None if bias is None else bias[part], result[:, part])
+        convert(part, weights)
+        scaled, biased = (None if it is None else it[part] for it in (scales, bias))
+        finished(product(x, weights)[None], scaled, biased, result[:, part])
     return result
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.float8 import FEW_ROWS, QUANTIZED_AT_ONCE, Float8Plan, Tile, finished, product
+from outrider.engine.device.float8 import FEW_ROWS, QUANTIZED_AT_ONCE, Float8Plan, Tile, converted, finished
 from outrider.engine.eager.int4 import GROUP
 from outrider.errors import ConfigError
 
@@ -93,7 +93,11 @@ def by_kernels(
     x = x.contiguous()
     rows, inputs = x.shape
     if rows > FEW_ROWS:
-        return _converted(x, weight, bias, buffer)
+
+        def convert(part: slice, weights: Tensor) -> None:
+            _unpack(GroupedInt4Weight(weight.values[part], weight.scales[part]), weights)
+
+        return converted(x, len(weight.values), convert, None, bias, buffer)
     return planned(x, weight, bias, plan_of(rows, inputs, len(weight.values)))
 
 
@@ -118,23 +122,6 @@ def planned(x: Tensor, weight: GroupedInt4Weight, bias: Tensor | None, plan: Flo
     )  # fmt: skip
     if split:
         finished(sums, None, bias, result)
-    return result
-
-
-def _converted(x: Tensor, weight: GroupedInt4Weight, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """Compute `linear4` for many rows: products of bfloat16, of as many outputs as the buffer holds."""
-    outputs, inputs = len(weight.values), x.shape[1]
-    if buffer is None:
-        buffer = torch.empty(outputs * inputs, dtype=x.dtype, device=x.device)
-    assert buffer.dtype == x.dtype
-    step = min(outputs, buffer.numel() // inputs)
-    assert step, f"a buffer of {buffer.numel()} numbers, of at least {inputs}"
-    result = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    for first in range(0, outputs, step):
-        part = slice(first, min(first + step, outputs))
-        weights = buffer[: (part.stop - first) * inputs].view(-1, inputs)
-        _unpack(GroupedInt4Weight(weight.values[part], weight.scales[part]), weights)
-        finished(product(x, weights)[None], None, None if bias is None else bias[part], result[:, part])
     return result
 
 

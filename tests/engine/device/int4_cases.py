@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device import int4
+from outrider.engine.device import float8, int4
 from outrider.engine.device.float8 import Float8Plan
 from outrider.engine.device.int4 import GroupedInt4Weight, quantized4
 from tests.engine.device.float8_cases import BFLOAT16, FLOAT32, random
@@ -55,7 +55,7 @@ def compare(case: Case, device: str) -> tuple[float, bool]:
 
 def _run(case: Case, x: Tensor, weight: GroupedInt4Weight, bias: Tensor | None) -> Tensor:
     if x.device.type == "cpu":  # where torch has no product of bfloat16 with a result of float32
-        int4.product = lambda x, weights: x.float() @ weights.float().t()
+        float8.product = lambda x, weights: x.float() @ weights.float().t()
     if case.sizes is not None:
         padded = next(most for most in (16, 32, 64) if case.rows <= most)
         return int4.planned(x, weight, bias, Float8Plan.sized(padded, case.inputs, *case.sizes))

@@ -6,14 +6,26 @@ Whether Triton interprets is decided when it is first imported, for the whole pr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
+
+from tests.engine.device.taped import DEVICE, ON_GPU
 
 
 def interpreter() -> ProcessPoolExecutor:
     """Return a pool of one process whose kernels are interpreted."""
     return ProcessPoolExecutor(1, get_context("spawn"), initializer=interpret)
+
+
+def runner(run: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield `run` of a module of cases, on a GPU or in such a process; it is given the device behind its arguments."""
+    if ON_GPU:
+        yield lambda name, *arguments: run(name, *arguments, DEVICE)
+    else:
+        with interpreter() as pool:
+            yield lambda name, *arguments: pool.submit(run, name, *arguments, "cpu").result()
 
 
 def interpret() -> None:

@@ -13,9 +13,8 @@ from outrider.engine.device.float8 import FEW_ROWS, Float8Plan, linear8, quantiz
 from outrider.errors import ConfigError
 from tests.engine.device import float8_cases as cases
 from tests.engine.device.float8_cases import Case
-from tests.engine.device.interpreter import interpreter
+from tests.engine.device.interpreter import runner
 from tests.engine.device.kernel_resources import FLOAT8_SHAPES, SPILLED, compiled_float8
-from tests.engine.device.taped import DEVICE, ON_GPU
 
 Run = Callable[..., Any]
 ROUNDING = 1 + 2.0**-20  # of the quotient and of the scale, which are float32
@@ -33,11 +32,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    if ON_GPU:
-        yield lambda name, *arguments: cases.run(name, *arguments, DEVICE)
-    else:
-        with interpreter() as pool:
-            yield lambda name, *arguments: pool.submit(cases.run, name, *arguments, "cpu").result()
+    yield from runner(cases.run)
 
 
 def check(run: Run, case: Case) -> None:

@@ -14,20 +14,15 @@ from outrider.errors import ConfigError
 from tests.engine.device import int4_cases as cases
 from tests.engine.device.float8_cases import random
 from tests.engine.device.int4_cases import Case
-from tests.engine.device.interpreter import interpreter
+from tests.engine.device.interpreter import runner
 from tests.engine.device.kernel_resources import FLOAT8_SHAPES, SPILLED, compiled_int4
-from tests.engine.device.taped import DEVICE, ON_GPU
 
 Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    if ON_GPU:
-        yield lambda name, *arguments: cases.run(name, *arguments, DEVICE)
-    else:
-        with interpreter() as pool:
-            yield lambda name, *arguments: pool.submit(cases.run, name, *arguments, "cpu").result()
+    yield from runner(cases.run)
 
 
 @pytest.mark.parametrize(

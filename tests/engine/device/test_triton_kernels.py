@@ -13,8 +13,7 @@ from outrider.engine.device import engine
 from outrider.engine.device.engine import kernels_for
 from outrider.errors import ConfigError
 from tests.engine.device import triton_kernel_cases as cases
-from tests.engine.device.interpreter import interpreter
-from tests.engine.device.taped import DEVICE, ON_GPU
+from tests.engine.device.interpreter import runner
 
 Run = Callable[..., Any]
 CLOSE = {"float32": 1e-5, "bfloat16": 2**-7}  # for bfloat16 its last bit
@@ -22,11 +21,7 @@ CLOSE = {"float32": 1e-5, "bfloat16": 2**-7}  # for bfloat16 its last bit
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    if ON_GPU:
-        yield lambda name, *arguments: cases.run(name, *arguments, DEVICE)
-    else:
-        with interpreter() as pool:
-            yield lambda name, *arguments: pool.submit(cases.run, name, *arguments, "cpu").result()
+    yield from runner(cases.run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
