@@ -1,7 +1,8 @@
 """`python -m bench.calibration`: what the simulator predicts, beside what clusters of this machine do.
 
 What a simulation needs is read from clusters with one caller and no distance (`Readings`): the verifier's sweep and its
-time outside passes, the drafter's times, how often drafts are accepted, and how much a drafter slows a pass. With it
+time outside passes, the drafter's times, how often drafts are accepted, and how much a drafter slows a pass, before it
+and beside it. With it
 every case is simulated, and the same load is applied to a cluster. In pinned clusters the verifier has a core of its
 own, as on two machines; in the others drafter and verifier share all cores.
 
@@ -68,6 +69,14 @@ class Case(NamedTuple):
     machine: Machine
     callers: int
     round_trip_ms: float = 0.0
+
+
+class Passes(NamedTuple):
+    """Sums over the steps of a load."""
+
+    seconds: float  # of the verifier's passes
+    alone: float  # that they would have taken if nothing had drafted
+    drafted: float  # of the drafters' passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +173,8 @@ class _Calibration:
         async with self._cluster(machine, target, arm="turns") as cluster:
             await self._apply(cluster, 1, "off")
             described = await cluster.describe()
-            result = await self._apply(cluster, 1, None)
+            pass_ms = {cost.tokens: cost.microseconds / 1e3 for cost in described.step_costs}
+            result, turns = await self._passes(cluster, pass_ms)
             drafted = await cluster.describe()
             (first, *level) = (
                 1e3 * delta["delay_s"]
@@ -173,7 +183,7 @@ class _Calibration:
         prompt = round(fmean(len(tokens) + 1 for tokens in self._prompts))
         level_ms = median(level)
         more_ms, read_ms = await self._drafter_times(machine)
-        pass_ms = {cost.tokens: cost.microseconds / 1e3 for cost in described.step_costs}
+        slowdown = 0.0 if machine.pinned else max(0.0, turns.seconds / turns.alone - 1.0)
         deployment = Deployment(
             pass_ms=pass_ms,
             slots=SLOTS,
@@ -182,7 +192,8 @@ class _Calibration:
             read_ms=read_ms,
             overhead_ms=described.step_times.overhead_us / 1e3,
             trees_ms=max(0.0, (drafted.step_times.overhead_us - described.step_times.overhead_us) / 1e3),
-            contention=0.0 if machine.pinned else await self._contention(machine, target, pass_ms),
+            slowdown=slowdown,
+            contention=0.0 if machine.pinned else await self._contention(machine, target, pass_ms, slowdown),
         )
         return Readings(deployment, kind_of("sampled", prompt, result.samples), max(0.0, first - level_ms))
 
@@ -200,22 +211,28 @@ class _Calibration:
         more, text = times[TWO_LEVELS] - times[LEVEL], times[TEXT] - times[LEVEL]
         return 1e3 * max(0.0, more), 1e3 * max(0.0, text) / (TEXT - LEVEL)
 
-    async def _contention(self, machine: Machine, target: Path, pass_ms: dict[int, float]) -> float:
+    async def _contention(self, machine: Machine, target: Path, pass_ms: dict[int, float], slowdown: float) -> float:
         """Return how much longer a pass becomes, for each second that the drafter drafts beside it."""
-        names = ("outrider_step_forward_seconds_sum", "outrider_steps_total", "outrider_step_rows_total")
         async with self._cluster(machine, target, arm="ahead") as cluster:
-
-            async def read() -> list[float]:
-                drafters = [name for name in cluster.pids() if name.startswith("drafter-")]
-                busy = [await cluster.metric(name, "outrider_draft_forward_seconds_sum") for name in drafters]
-                return [await cluster.metric("verifier-0", name) for name in names] + [sum(busy)]
-
             await self._apply(cluster, 1, None)
-            before = await read()
-            await self._apply(cluster, 1, None)
-            passes, steps, rows, drafted = (now - then for now, then in zip(await read(), before, strict=True))
+            _, passes = await self._passes(cluster, pass_ms)
+        beside = passes.seconds - (1.0 + slowdown) * passes.alone
+        return max(0.0, beside) / passes.drafted if passes.drafted else 0.0
+
+    async def _passes(self, cluster: BenchCluster, pass_ms: dict[int, float]) -> tuple[LoadResult, Passes]:
+        """Apply the load of one caller, and return what it gave and what its passes took."""
+        names = ("outrider_step_forward_seconds_sum", "outrider_steps_total", "outrider_step_rows_total")
+
+        async def read() -> list[float]:
+            drafters = [name for name in cluster.pids() if name.startswith("drafter-")]
+            busy = [await cluster.metric(name, "outrider_draft_forward_seconds_sum") for name in drafters]
+            return [await cluster.metric("verifier-0", name) for name in names] + [sum(busy)]
+
+        before = await read()
+        result = await self._apply(cluster, 1, None)
+        seconds, steps, rows, drafted = (now - then for now, then in zip(await read(), before, strict=True))
         alone = steps * float(np.interp(rows / steps, [*pass_ms], [*pass_ms.values()])) / 1e3
-        return max(0.0, passes - alone) / drafted if drafted else 0.0
+        return result, Passes(seconds, alone, drafted)
 
     async def _measure(self, case: Case, target: Path) -> float:
         """Return the goodput over plain decoding's, the median of some pairs."""

@@ -155,8 +155,9 @@ class VerifierSession(DraftedSession):
         return 1 if self.drawn else MAX_DRAFTERS
 
     def on_drafter_subscribed(self) -> None:
-        """Marks the arrival statistics as disturbed: what was learned of the drafters' pace no longer holds."""
-        self.arrivals.disturb()
+        """Has the arrival statistics take account of a drafter that reads first, unless another one drafts already."""
+        if len(self.subscriptions) == 1:
+            self.arrivals.start()
 
     def on_delta(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
@@ -251,7 +252,7 @@ class VerifierSession(DraftedSession):
         self.terms.committed_at = now
         self.propose_ngrams()
         self.propose_forced()
-        self.arrivals.restart(now, self.tree_value())
+        self.arrivals.restart(now, self.tree_value(), resting=self.terms.resting)
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
         commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, drafter_credits)
         self.commits.put_nowait(commit)

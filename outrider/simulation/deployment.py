@@ -47,6 +47,7 @@ class Deployment(Section):
     level_ms: float = Field(default=1.5, gt=0)  # of a drafter's pass over one session's level
     level_more_ms: float = Field(default=0.2, ge=0)  # for each further session in the pass
     read_ms: float = Field(default=0.05, ge=0)  # of a drafter, for each token of a text that it has missed
+    slowdown: float = Field(default=0.0, ge=0)  # share by which a pass becomes longer where drafters work on its cores
     contention: float = Field(default=0.0, ge=0)  # seconds that a pass becomes longer for each second drafted meanwhile
     overhead_ms: float = Field(default=1.5, ge=0)  # of a step, in addition to its pass
     trees_ms: float = Field(default=0.0, ge=0)  # the same of a step that verifies drafts, in addition: frames and trees

@@ -66,7 +66,8 @@ class SimulatedDrafter:
         """Return whether the drafter may draft another level for the session now."""
         if session.terms.resting or drafted.end - known >= session.terms.plan.depth:
             return False
-        return session.terms.ahead or not (session.passing and known == session.position)
+        passing = session.passing and known == session.position and not session.arrivals.starting
+        return session.terms.ahead or not passing
 
     def _done(self, turn: dict[SimulatedSession, SimulatedDraft]) -> None:
         self._running = False

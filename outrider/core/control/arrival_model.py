@@ -108,23 +108,31 @@ class HoldTrials:
 class ArrivalPatterns(NamedTuple):
     """Arrival patterns that the sessions of a verifier share, so that a new session starts with known patterns.
 
-    Deltas after a commit that keeps a part of the tree follow another pattern than deltas after one that keeps nothing.
+    Deltas after a commit that keeps a part of the tree follow another pattern than deltas after one that keeps nothing;
+    and the first deltas of a drafter that begins with a session, or again after a rest, yet another: it reads first.
     """
 
     fresh: ArrivalPattern
     kept: ArrivalPattern
+    starting: ArrivalPattern
     trials: HoldTrials
 
     @classmethod
     def unknown(cls) -> ArrivalPatterns:
         """Return patterns without observations."""
-        return cls(ArrivalPattern(), ArrivalPattern(), HoldTrials())
+        return cls(ArrivalPattern(), ArrivalPattern(), ArrivalPattern(), HoldTrials())
+
+    def after(self, expected: float) -> ArrivalPattern:
+        """Return the pattern of deltas after a commit that leaves a tree of so many expected tokens."""
+        return self.kept if expected > 1.0 else self.fresh
 
     def estimates(self) -> dict[str, Any]:
-        """Return what is estimated of deltas after commits that keep nothing of the tree, and a part of it."""
+        """Return what is estimated of deltas after commits that keep nothing of the tree, and a part of it, and of the
+        first ones of drafters that begin."""
         return {
             "fresh": self.fresh.estimates(),
             "kept": self.kept.estimates(),
+            "starting": self.starting.estimates(),
             "trial_after_steps": self.trials.interval,
         }
 
@@ -133,7 +141,8 @@ class Arrivals:
     """Predicts when one session's deltas arrive and how many expected tokens they add, from earlier commits.
 
     The delay of a delta that arrives while a pass runs is not learned, because on a shared machine the pass slows the
-    drafter. To measure a drafter that no step waits for, a wait of half a step is tried from time to time.
+    drafter. To measure a drafter that no step waits for, a wait of half a step is tried from time to time; where
+    nothing is known, one of a step. Of a drafter that begins, the time to its first delta is always learned.
     """
 
     def __init__(self, patterns: ArrivalPatterns) -> None:
@@ -142,6 +151,8 @@ class Arrivals:
         self._count = 0  # deltas since the last commit
         self._last = 0.0  # time at which the latest delta arrived, or the commit was sent
         self._expected = 0.0
+        self.starting = True  # whether no delta has come since the drafter began
+        self._started = False  # whether a commit has been sent since then
         self._quiet = False  # whether nothing has disturbed the drafter since the commit
         self._waited = False  # whether a step waits for the next delta
         self._began = 0.0  # time at which the commit was sent
@@ -149,20 +160,23 @@ class Arrivals:
         self._latest = 0.0
         self._undisturbed = 0  # undisturbed deltas after the first
 
-    def disturb(self) -> None:
-        """Ignore delays until the next commit, because a drafter has just started and reads the prompt."""
-        self._quiet = False
+    def start(self) -> None:
+        """Record that a drafter begins with the session: it reads the text before its first delta."""
+        self.starting, self._started, self._quiet = True, False, False
 
-    def restart(self, now: float, expected: float) -> None:
-        """Record that a commit was sent at `now`. A step over the remaining tree would commit `expected` tokens."""
+    def restart(self, now: float, expected: float, *, resting: bool = False) -> None:
+        """Record that a commit was sent at `now`, and whether it has drafters rest. A step over the remaining tree would
+        commit `expected` tokens."""
         if self._waited and self._quiet:
             self._pattern.end(self._count, now - self._last)
-        self._pattern = self._patterns.kept if expected > 1.0 else self._patterns.fresh
+        if not (self.starting and self._started):
+            self._last = now
+        self.starting, self._started = self.starting or resting, not resting
+        self._pattern = self._patterns.after(expected)
         self._patterns.trials.step(now)
         self._count = 0
-        self._last = now
         self._expected = expected
-        self._quiet = True
+        self._quiet = not self.starting
         self._waited = False
         self._began, self._first, self._latest = now, 0.0, 0.0
         self._undisturbed = 0
@@ -170,6 +184,8 @@ class Arrivals:
     def arrived(self, now: float, expected: float, *, passing: bool) -> None:
         """Record that a delta arrived at `now`, during a pass or not. A step over the tree would now commit `expected`
         tokens."""
+        if self.starting and self._started:
+            self._patterns.starting.learn(0, now - self._last, max(0.0, expected - self._expected))
         self._quiet = self._quiet and not passing
         if self._quiet:
             self._pattern.learn(self._count, now - self._last, max(0.0, expected - self._expected))
@@ -177,7 +193,7 @@ class Arrivals:
             self._first = self._first or self._latest
             self._undisturbed = self._count
         self._last, self._expected = now, expected
-        self._waited = False
+        self.starting = self._waited = False
         self._count += 1
 
     def grew(self, expected: float) -> None:
@@ -186,8 +202,21 @@ class Arrivals:
 
     @property
     def due(self) -> bool:
-        """Whether a trial wait is due or runs."""
-        return self._count == 0 and (self._patterns.trials.due or self._waited)
+        """Whether a trial wait is due or runs: at once where nothing is known of such deltas."""
+        return self._count == 0 and (self._waited or not self.learned or self._patterns.trials.due)
+
+    def later(self, now: float, seconds: float, rate: float) -> bool:
+        """Whether a drafter that begins is better awaited after a step of so many seconds, where one is worth `rate`
+        tokens.
+
+        It begins with the next commit, if none has been sent since it was wanted. If it reads, it goes on during the
+        step: a wait before the step saves only what would be left of it when the delta comes, and that must be worth
+        the step's token.
+        """
+        if not (self.starting and self._started and self.learned):
+            return self.starting and not self._started
+        left = self.forecast(0)[0] - self.passed(now)
+        return rate * (seconds - max(0.0, left)) < 1.0
 
     @property
     def times(self) -> tuple[float, float]:
@@ -198,10 +227,11 @@ class Arrivals:
     def forecast(self, deltas: int) -> tuple[float, float]:
         """Return the time until the next `deltas` + 1 deltas have arrived, in seconds since the last delta, and their
         gain in expected tokens."""
-        pattern, first = self._pattern, self._count
-        if not pattern.known or first >= ArrivalPattern.DEPTH:
+        first, begins = self._count, self.starting and self._patterns.starting.known
+        if not self.learned or first >= ArrivalPattern.DEPTH:
             return 0.0, 0.0
-        coming = [pattern.forecast(index) for index in range(first, first + deltas + 1)]
+        coming = [self._patterns.starting.forecast(0)] if begins else []
+        coming += [self._pattern.forecast(index) for index in range(first + len(coming), first + deltas + 1)]
         return sum(delay for delay, _ in coming), sum(gain for _, gain in coming)
 
     def patience(self, seconds: float) -> float:
@@ -209,7 +239,8 @@ class Arrivals:
         `seconds`, where no such delta has come yet."""
         if self._count >= ArrivalPattern.DEPTH:
             return seconds
-        return self._pattern.patience(self._count) or seconds
+        pattern = self._patterns.starting if self.starting else self._pattern
+        return pattern.patience(self._count) or seconds
 
     def passed(self, now: float) -> float:
         """Return the seconds since the last delta arrived or, without one, since the commit was sent."""
@@ -222,8 +253,8 @@ class Arrivals:
 
     @property
     def learned(self) -> int:
-        """The number of deltas after a commit for which there are averages."""
-        return self._pattern.known
+        """The number of deltas after a commit for which there are averages; 0 where the first one's delay is unknown."""
+        return self._pattern.known if not self.starting or self._patterns.starting.known else 0
 
     def wait(self, *, trial: bool) -> None:
         """Record that a step waits for the next delta: as a trial, or because waiting pays."""
@@ -256,7 +287,7 @@ def hold_seconds(group: Sequence[Arrivals], now: float, seconds: float, rate: fl
     if coming := [each for each in group if paying or each.begun]:
         holds = [each.patience(seconds) - each.passed(now) for each in coming]
     elif any(each.due for each in group):
-        holds = [seconds / 2 - each.passed(now) for each in group]
+        holds = [(seconds / 2 if each.learned else seconds) - each.passed(now) for each in group]
     else:
         return 0.0
     for each in group:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 CAPACITY_S = 0.1  # seconds of delay that a full budget allows at once
 REFILL = 0.006  # seconds of delay that come back with each second
-RECOVERED = 0.3  # share of a full budget that must be back before drafting is tried again
+RECOVERED = 0.3  # share of a full budget that must be back before drafting is tried again, after the first time
 
 
 class DelayBudget:
@@ -23,11 +23,16 @@ class DelayBudget:
         self.capacity_s = capacity_s
         self.level_s = capacity_s  # seconds of delay left; below 0 by what the last step overdrew
         self._refill = refill
+        self._needed = RECOVERED / 2  # share of a full budget that must be back, doubled whenever it is empty
 
     def spend(self, seconds: float, delay: float) -> None:
         """Record a step that took `seconds`, which is `delay` seconds more (or, if negative, less) than plain decoding
         would have taken for the same work."""
-        self.level_s = min(self.capacity_s, self.level_s + self._refill * seconds - delay)
+        before, self.level_s = self.level_s, min(self.capacity_s, self.level_s + self._refill * seconds - delay)
+        if self.level_s == self.capacity_s:
+            self._needed = RECOVERED / 2
+        elif self.level_s <= 0.0 < before:
+            self._needed = min(1.0, 2.0 * self._needed)
 
     @property
     def empty(self) -> bool:
@@ -36,5 +41,6 @@ class DelayBudget:
 
     @property
     def recovered(self) -> bool:
-        """Whether, after it was empty, enough of the budget is back."""
-        return self.level_s >= RECOVERED * self.capacity_s
+        """Whether, after it was empty, enough of the budget is back. Whenever it was empty again before it was full,
+        twice as much must be: what drafting costs at first, while drafters read, may have been too much for it."""
+        return self.level_s >= self._needed * self.capacity_s

@@ -106,7 +106,7 @@ class Goodput:
         if self._seconds < DWELL_S or self._steps < MIN_STEPS:
             return
         wanted = self._wanted()
-        if abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 3):
+        if abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 2):
             self._change(wanted)
 
     def plan(self) -> Plan:

@@ -134,8 +134,9 @@ class Governor:
         if self._pinned is not None:
             return
         if self.limited:
-            governor.limit(self.budget)
+            governor.limit(self.budget, plain=plain)
         else:
+            governor.resume()
             governor.observe(arm, step, plain_seconds, settled=settled)
         self.switches += governor.usual != usual
         self._follow(governor)
@@ -237,6 +238,7 @@ class LoadGovernor:
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
         self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
+        self._halted = False  # it does, until what its drafters have still sent is verified
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
         if load.size and hint is not None and hint != PLAIN:
             self._record(hint).due = -RETRY_S[0]  # before all others
@@ -244,6 +246,8 @@ class LoadGovernor:
     @property
     def arm(self) -> Arm:
         """The arm for the next step."""
+        if self._halted:
+            return PLAIN
         trial = self._trial
         return trial.challenger if trial is not None and trial.pairs.challenged else self.usual
 
@@ -299,20 +303,32 @@ class LoadGovernor:
             if self._plain_left <= 0:
                 self.usual, self._opening, self._next = self._opening, None, self._now
 
-    def limit(self, budget: DelayBudget) -> None:
-        """Return to plain decoding, because the delay budget is empty. Where a challenger has emptied it, return to the
-        usual arm, and only if that one loses more, to plain decoding."""
+    def limit(self, budget: DelayBudget, *, plain: bool) -> None:
+        """Decode plainly, because the delay budget is empty. Where a challenger has emptied it, return to the usual
+        arm, and only if that one loses more, to plain decoding.
+
+        The usual arm stays usual if what its drafters had already sent fills the budget again, before a step is
+        `plain`: where steps are long, one of them takes or brings more than the budget holds.
+        """
         if self._trial is not None:
             self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
             self._defeat(self._trial)
         elif not budget.empty:
             self._floor_s = 0.0
-        if self.usual != PLAIN and budget.level_s <= self._floor_s:
-            stopped, self.usual = self.usual, PLAIN
-            self._record(stopped).defeat(self._now, 0.0, 0.0)
-            first = self._record(stopped.in_other_mode)
-            first.due = min(first.due, self._now)
-            self._next = self._now
+        if self.usual == PLAIN or (budget.level_s > self._floor_s and not self._halted):
+            return
+        self._halted = not plain
+        if not plain:
+            return
+        stopped, self.usual = self.usual, PLAIN
+        self._record(stopped).defeat(self._now, 0.0, 0.0)
+        first = self._record(stopped.in_other_mode)
+        first.due = min(first.due, self._now)
+        self._next = self._now
+
+    def resume(self) -> None:
+        """Go on with the usual arm, because the budget allows it."""
+        self._halted = False
 
     def pause(self) -> None:
         """Leave an incomplete pair out, because the load has changed."""

@@ -68,8 +68,11 @@ class HoldPolicy:
             return max(_left(session, now) for session in awaiting)
         if not group or any(session.terms.ahead for session in sessions):
             return 0.0
-        left = min(_left(session, now) for session in group)
         rate = max(tokens_per_s, budget.expected / budget.seconds)
+        group = [session for session in group if not session.arrivals.later(now, budget.seconds, rate)]
+        if not group:
+            return 0.0
+        left = min(_left(session, now) for session in group)
         return min(left, hold_seconds([session.arrivals for session in group], now, budget.seconds, rate))
 
     def estimates(self) -> dict[str, Any]:

@@ -45,3 +45,18 @@ def test_an_empty_budget_recovers_with_time() -> None:
     assert (budget.empty, budget.recovered) == (False, False)
     budget.spend(1.1, 0.0)
     assert budget.recovered
+
+
+def test_whenever_it_is_empty_again_before_it_was_full_twice_as_much_must_be_back() -> None:
+    budget = DelayBudget()
+
+    def bring(level: float) -> DelayBudget:
+        budget.spend(0.0, budget.level_s - level)
+        return budget
+
+    for share in (0.3, 0.6, 1.0, 1.0):
+        assert bring(-0.001).empty
+        assert not bring(0.99 * share * CAPACITY_S).recovered
+    assert bring(CAPACITY_S).recovered
+    bring(-0.001)
+    assert bring(0.31 * CAPACITY_S).recovered

@@ -150,4 +150,9 @@ def test_every_policy_shows_its_depth(name: str) -> None:
 
 
 def test_nothing_is_known_of_patterns_at_first() -> None:
-    assert ArrivalPatterns.unknown().estimates() == {"fresh": [], "kept": [], "trial_after_steps": 2}
+    assert ArrivalPatterns.unknown().estimates() == {
+        "fresh": [],
+        "kept": [],
+        "starting": [],
+        "trial_after_steps": 2,
+    }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.control.governor import PLAIN, Arm, VerifierLoad
+from outrider.core.control.governor import PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.plain_pace import StepWork
 from tests.core.control.plant import Plant, Speedup
 
 CALLERS = [1, 2, 4, 8, 16, 32]
@@ -54,6 +55,26 @@ def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
     assert drafted[0].mode is OverlapMode.AHEAD
     assert plant.over_plain(20.0, 30.0) > WORST
     assert plant.run(20.0).over_plain(40.0) > 1.4
+
+
+@pytest.mark.parametrize("sent", [12.0, 1.0])
+def test_a_slow_step_ends_turns_only_if_what_drafters_had_sent_does_not_make_up_for_it(sent: float) -> None:
+    plant = Plant(1, in_proportion(0.5), noise=0.0).run(2.0)
+    governor = plant.governor
+    assert governor.arm == Arm(TURNS, 1)
+
+    def step(seconds: float, expected: float, drafting: int) -> None:
+        work = StepWork(1, 0, expected)
+        governor.observe(plant.load, StepOutcome(work, expected, seconds, 1, drafting))
+
+    step(governor.budget.level_s + 0.05, 1.0, 1)
+    assert governor.limited
+    assert governor.arm == PLAIN
+    step(0.02, sent, 1)
+    assert governor.arm == (Arm(TURNS, 1) if sent > 1.0 else PLAIN)
+    for _ in range(4):
+        step(0.0135, 1.0, 0)
+    assert governor.switches == (sent == 1.0)
 
 
 @pytest.mark.parametrize("name", ["rest", "turns", "ahead", "turns 1/8", "ahead 1/2"])

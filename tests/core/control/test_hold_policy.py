@@ -64,3 +64,44 @@ def test_a_delta_that_always_comes_in_time_is_waited_for_a_quarter_longer() -> N
 def test_a_delta_whose_delay_varies_is_waited_for_up_to_twice_as_long() -> None:
     uneven = held(delays=tuple(DELAY_S * (0.6 if number % 2 else 1.4) for number in range(40)))
     assert 1.7 * DELAY_S < hold(uneven) <= 2.3 * DELAY_S
+
+
+def begins(delay: float, *, resting: bool = False) -> Held:
+    """A session whose drafter begins, as drafters of others have: the first delta came after `delay`."""
+    session = held()
+    for _ in range(10):
+        session.arrivals.start()
+        session.arrivals.restart(0.0, 1.0)
+        session.arrivals.arrived(delay, 1.0 + GAIN, passing=True)
+    session.arrivals.start()
+    session.arrivals.restart(session.terms.committed_at, 1.0, resting=resting)
+    return session
+
+
+def test_a_drafter_that_reads_the_text_is_awaited_when_what_is_left_is_less_than_a_step() -> None:
+    step, rate = BUDGET.seconds, 2.0 / BUDGET.seconds
+    assert hold(begins(0.25 * step), rate) > 0.25 * step
+    slow = begins(3.0 * step)
+    assert hold(slow, rate) == 0.0
+    slow.arrivals.restart(slow.terms.committed_at + step, 1.0)  # it goes on reading
+    slow.terms.committed_at += step
+    assert hold(slow, rate) == 0.0
+    slow.terms.committed_at += 1.75 * step
+    slow.arrivals.restart(slow.terms.committed_at, 1.0)
+    assert hold(slow, rate) > 0.25 * step
+
+
+def test_a_drafter_whose_rest_ends_with_the_next_commit_is_not_awaited_before() -> None:
+    rate = 2.0 / BUDGET.seconds
+    assert hold(begins(0.1 * DELAY_S, resting=True), rate) == 0.0
+    assert hold(begins(0.1 * DELAY_S), rate) > 0.0
+
+
+def test_a_drafter_of_which_nothing_is_known_is_awaited_for_the_time_of_a_step_once() -> None:
+    session = held()
+    session.arrivals = Arrivals(ArrivalPatterns.unknown())
+    session.arrivals.restart(session.terms.committed_at, 1.0)
+    assert hold(session) == pytest.approx(BUDGET.seconds)
+    session.terms.committed_at += 2.0 * BUDGET.seconds
+    session.arrivals.restart(session.terms.committed_at, 1.0)
+    assert hold(session) == 0.0
