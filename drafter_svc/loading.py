@@ -21,7 +21,7 @@ from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.engine import SCRATCH, Engine
 from outrider.engine.loading import load_engine, outline, requires_torch
@@ -158,7 +158,13 @@ def without_model(config: DrafterConfig, worker_id: str) -> DraftServicer:
     capacity = Capacity(digest, model.vocabulary, model.context, config.slots, 0)
     upstreams = _upstream_pool(config, worker_id, capacity)
     lookups = Lookups.open(config.drafts, config.store, digest)
-    scheduler = NgramScheduler(lookups, slots=config.slots, send=upstreams.send, resync=upstreams.resync)
+    scheduler = NgramScheduler(
+        lookups,
+        slots=config.slots,
+        send=upstreams.send,
+        resync=upstreams.resync,
+        grammars=GrammarCompiler(folder, model.vocabulary, read_eos_ids(folder, read_json(folder / "config.json"))),
+    )
     upstreams.serve(scheduler)
     return DraftServicer(config, worker_id, capacity, upstreams, scheduler)
 

@@ -10,8 +10,10 @@ from drafter_svc.sessions.mirror import Inbox, Mirror, MirrorSnapshot, MirrorUpd
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
+from outrider.core.sampling.grammar import GrammarState
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
+from outrider.grammar import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 
 CHUNK = 512  # tokens of a text that are read in one turn; takes about ten milliseconds
@@ -26,6 +28,8 @@ class NgramMember:
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has read
     answer_position: int = 0
+    grammar: GrammarState | None = None  # that of the contract, as soon as it is compiled
+    followed: int = 0  # tokens of the answer that the grammar's state is behind
 
 
 class NgramScheduler:
@@ -38,6 +42,7 @@ class NgramScheduler:
         slots: int,
         send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.members: dict[Attachment, NgramMember] = {}
         self.progress = WorkClock()
@@ -46,6 +51,7 @@ class NgramScheduler:
         self._slots = slots
         self._send = send
         self._resync = resync
+        self._grammars = grammars
         self._changed = asyncio.Event()
 
     def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
@@ -104,7 +110,7 @@ class NgramScheduler:
             lookup.extend(part)
             member.read += len(part)
         if not self._is_behind(member):
-            delta = self._propose(mirror, lookup)
+            delta = self._propose(mirror, lookup, self._follow_grammar(member, mirror))
             self.nodes += len(delta.tokens)
             self._send(key, delta, mirror.plan.version, True)
 
@@ -116,7 +122,7 @@ class NgramScheduler:
                 first = member.mirror.next_id if member.mirror is not None else 1
                 member.mirror = Mirror(message, first_id=first)
                 member.lookup, member.read = self._lookups.begin(key.tenant, message.contract), 0
-                member.answer_position = message.answer_position
+                member.answer_position, member.grammar = message.answer_position, None
                 in_step = member.mirror.tree.digest == message.digest
             elif member.mirror is None:
                 continue  # sent before the requested snapshot
@@ -132,7 +138,20 @@ class NgramScheduler:
                 return False
         return True
 
-    def _propose(self, mirror: Mirror, lookup: Lookup) -> Delta:
+    def _follow_grammar(self, member: NgramMember, mirror: Mirror) -> GrammarState | None:
+        """Return the place in the contract's grammar behind the committed tokens; None while it is compiled."""
+        grammar = mirror.contract.grammar
+        if grammar is None or self._grammars is None:
+            return None
+        answer = mirror.tokens[member.answer_position :]
+        if member.grammar is None:
+            member.grammar = self._grammars.known(grammar, answer)
+        else:
+            member.grammar.extend(answer[member.followed :])
+        member.followed = len(answer)
+        return member.grammar
+
+    def _propose(self, mirror: Mirror, lookup: Lookup, grammar: GrammarState | None) -> Delta:
         """Return new nodes that may follow; none for a rule that draws nodes from q."""
         if not mirror.worth_drafting or not fits(mirror.contract):
             return mirror.announce(())
@@ -155,6 +174,7 @@ class NgramScheduler:
                     floor=floor_score(mirror.terms.price),
                     room=mirror.room - len(added),
                     start=start,
+                    grammar=grammar,
                 )
             )
         return mirror.announce(added)

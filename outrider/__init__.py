@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StepTree,
         Stream,
         TokenLogprobs,
+        ToolCall,
         Usage,
     )
 
@@ -50,6 +51,7 @@ __all__ = [
     "StepTree",
     "Stream",
     "TokenLogprobs",
+    "ToolCall",
     "Usage",
     "errors",
 ]

@@ -19,6 +19,7 @@ from outrider.client._types import (
     StepNode,
     StepTree,
     TokenLogprobs,
+    ToolCall,
     Usage,
 )
 from outrider.client._wire import Options
@@ -41,5 +42,6 @@ __all__ = [
     "StepTree",
     "Stream",
     "TokenLogprobs",
+    "ToolCall",
     "Usage",
 ]

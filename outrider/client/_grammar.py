@@ -1,4 +1,4 @@
-"""What an answer has to be, from the SDK's options."""
+"""What an answer has to be, from the SDK's options, and the object that it stands for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ def grammar_of(options: Mapping[str, Any]) -> Grammar | None:
     return Grammar(kind, text(options[given[0]]))
 
 
+def parsed(schema: Any, text: str) -> Any:
+    """Return the object that the text, JSON of a schema, stands for. Raises ValueError."""
+    return schema.model_validate_json(text) if _is_model(schema) else json.loads(text)
+
+
+def _is_model(schema: Any) -> bool:
+    """Whether a schema is the class of a pydantic model."""
+    return hasattr(schema, "model_json_schema")
+
+
 def _schema(schema: Any) -> str:
-    made = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    made = schema.model_json_schema() if _is_model(schema) else schema
     if not isinstance(made, Mapping):
         raise InvalidRequest("schema", f"is a {type(schema).__name__}, must be a JSON schema or a pydantic model")
     try:

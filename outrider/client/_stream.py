@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
@@ -35,8 +35,18 @@ class AsyncStream:
     generation over. Leaving the loop early, leaving an `async with` block, or `cancel` ends it on the server too.
     """
 
-    def __init__(self, router: Router, request: pb.GenerateRequest | pb.ResumeRequest, timeout: float | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        timeout: float | None,
+        schema: Any = None,
+        tools: tuple[str, ...] = (),
+    ) -> None:
+        """`schema` and `tools` are the request's, for its result."""
         check_timeout(timeout)
+        self._schema = schema
+        self._tools = tools
         self._router = router
         self._request = request
         self._timeout = timeout
@@ -60,6 +70,11 @@ class AsyncStream:
     def session_id(self) -> str:
         """The session's id once the first chunk has arrived; empty before."""
         return self._started.session_id if self._started else ""
+
+    @property
+    def tool_format(self) -> str:
+        """The form in which the model writes calls of tools, once the first chunk has arrived; empty: it knows none."""
+        return self._started.tool_format if self._started else ""
 
     @property
     def result(self) -> Generation:
@@ -267,4 +282,7 @@ class AsyncStream:
             resumes=self._resumes,
             rule=self._started.rule,
             lossy=self._started.lossy,
+            schema=self._schema,
+            tools=self._tools,
+            tool_format=self._started.tool_format,
         )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from outrider.client._grammar import parsed
 from outrider.core.session.contract import SHARED_NOISE
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
+from outrider.core.tools.call_reader import CallReader
+from outrider.core.tools.formats import FORMATS
 
 
 class FinishReason(StrEnum):
@@ -100,6 +104,53 @@ class Generation:
     resumes: int = 0  # times that the call broke off and continued
     rule: str = SHARED_NOISE  # acceptance rule of drafted tokens
     lossy: bool = False  # the rule changes the distribution of the text; such a rule is used only on request
+    schema: Any = field(default=None, repr=False, compare=False)  # that of the request
+    tools: tuple[str, ...] = ()  # the names of the request's tools
+    tool_format: str = ""  # in which the model writes calls; empty: it knows none
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as an object of the request's `schema`: of its pydantic model, or what its JSON stands for.
+
+        Raises ValueError if the answer was cut, as by max_tokens, or the request had no schema.
+        """
+        if self.schema is None:
+            raise ValueError("the request had no schema; give schema=")
+        if self.finish_reason is not FinishReason.STOP:
+            raise ValueError(f"the answer was cut ({self.finish_reason}), and is no whole JSON; raise max_tokens")
+        return parsed(self.schema, self.text)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the request's tools in the answer."""
+        return self._divided()[1]
+
+    @property
+    def content(self) -> str:
+        """The answer without those calls."""
+        return self._divided()[0]
+
+    def _divided(self) -> tuple[str, tuple[ToolCall, ...]]:
+        if not self.tools or self.tool_format not in FORMATS:
+            return self.text, ()
+        reader = CallReader(FORMATS[self.tool_format], self.tools)
+        content, calls = "", list[ToolCall]()
+        for piece in (*reader.read(self.text), *reader.finish()):
+            if piece.call < 0:
+                content += piece.text
+            elif piece.name:
+                calls.append(ToolCall(piece.name, piece.text))
+            else:
+                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + piece.text)
+        return content, tuple(calls)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: str  # JSON; broken off if the answer was cut
 
 
 @dataclass(frozen=True, slots=True)

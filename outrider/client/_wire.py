@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from outrider.client._grammar import grammar_of
+from outrider.client._tools import calls_json, tools_of
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
@@ -33,9 +34,12 @@ _PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATC
 class Options(TypedDict, total=False):
     """The keywords of `generate` and `stream`; all are optional."""
 
-    messages: Sequence[
-        Mapping[str, str]
-    ]  # for the chat template, and no prompt: {"role": "user", "content": "..."}, ...
+    # For the chat template, and no prompt: {"role": "user", "content": "..."}, ... With "tool_calls" and
+    # {"role": "tool", "tool_call_id": "...", "content": "..."} in OpenAI's form.
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]  # with messages: functions that the answer may call, in OpenAI's form
+    tool_choice: str | Mapping[str, Any]  # "auto" (the default), "none", "required", or a function in OpenAI's form
+    parallel_tool_calls: bool  # whether an answer that has to make calls may make several; True
     model: str  # its name; may be left out if the cluster serves one model
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
@@ -110,6 +114,8 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or secrets.token_hex(16),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))
+    if (tools := tools_of(options)) is not None:
+        request.tools.CopyFrom(tools)
     if prompt is None:
         return request
     if isinstance(prompt, str):
@@ -146,14 +152,14 @@ def encodable(field: str, text: str) -> str:
 
 
 def _message(index: int, message: Any) -> pb.Message:
-    field = f"messages[{index}]"
-    try:
-        known = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())
-    except TypeError:
-        known = False
-    if not known:
-        raise InvalidRequest(field, 'must be {"role": "...", "content": "..."}, both text')
-    return pb.Message(**{name: encodable(f"{field}.{name}", value) for name, value in message.items()})
+    field, texts = f"messages[{index}]", ("role", "content", "tool_call_id")
+    known = isinstance(message, Mapping) and {"role", "content"} <= set(message) <= {*texts, "tool_calls"}
+    if not known or not all(isinstance(message.get(name, ""), str) for name in texts):
+        raise InvalidRequest(
+            field, 'must be {"role": "...", "content": "..."}, both text, with "tool_calls" or "tool_call_id" at most'
+        )
+    given = {name: encodable(f"{field}.{name}", message[name]) for name in texts if name in message}
+    return pb.Message(**given, tool_calls=calls_json(f"{field}.tool_calls", message.get("tool_calls")))
 
 
 def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:

@@ -73,8 +73,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(parsed: Annotated[Chat, Depends(read_body(Chat))], request: Request) -> Response:
-        options: Options = {**parsed.options(), "messages": [message.for_template for message in parsed.messages]}
-        return await answered(parsed, [None], options, ChatForm(), request)
+        return await answered(parsed, [None], parsed.options(), ChatForm(parsed.callable_tools), request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Json:

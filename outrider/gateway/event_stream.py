@@ -69,11 +69,13 @@ async def server_sent_events(
                     yield event(opening)
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
                 entries = part.chunk.logprobs if parsed.alternatives is not None else None
-                yield event(form.part(index, part.chunk.text, entries, characters[index]))
+                for piece in form.parts(index, part.chunk.text, entries, characters[index], part.tool_format):
+                    yield event(piece)
                 characters[index] += len(part.chunk.text)
             if part.ended is not None:
                 ended[index] = part.ended
-                yield event(form.last(index, serialize.reason(part.ended)))
+                for piece in form.last(index, serialize.reason(part.ended)):
+                    yield event(piece)
             part = await anext(parts, None)
         if parsed.include_usage:
             generations = [ended[index] for index in range(choices)]

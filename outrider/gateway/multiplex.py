@@ -20,6 +20,7 @@ class ReceivedPart:
     index: int
     chunk: Chunk | None = None
     ended: Generation | None = None
+    tool_format: str = ""  # in which the model writes calls of tools
 
 
 def streams(
@@ -87,7 +88,7 @@ async def _follow(
         async with stream:
             async for chunk in stream:
                 prompt_read.set()
-                await queue.put(ReceivedPart(index, chunk))
+                await queue.put(ReceivedPart(index, chunk, tool_format=stream.tool_format))
         prompt_read.set()
         await queue.put(ReceivedPart(index, ended=stream.result))
     except Exception as error:

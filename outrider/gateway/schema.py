@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
 from outrider.core.session.contract import MAX_LISTED, PolicyName, Priority, RuleName
+from outrider.core.tools.formats import MAX_TOOLS
 from outrider.errors import InvalidRequest
 
 MOST_CHOICES = 128  # of all prompts of a request
@@ -216,21 +217,71 @@ def _text(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+class CalledFunction(RequestBody):
+    """The function of a call, with its arguments."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class MadeCall(RequestBody):
+    """A call that the assistant has made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: NoEffect = None  # of a streamed answer, which the caller sends back
+
+
 class ChatMessage(RequestBody):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | Items[TextPart], AfterValidator(_text)]  # always a string after validation
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | Items[TextPart], AfterValidator(_text)] = ""  # always a string after validation
     name: NoEffect = None
     refusal: Unserved = None  # it is null in an answer that the caller sends back as a part of the conversation
-    tool_calls: Unserved = None
+    tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
     function_call: Unserved = None
     audio: Unserved = None
 
+    @model_validator(mode="after")
+    def _has_what_its_role_needs(self) -> ChatMessage:
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id: is for the role tool, which needs it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: are for the role assistant")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: is missing")
+        return self
+
     @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates take. The role developer becomes system."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": _text(self.content)}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        return message if self.tool_call_id is None else {**message, "tool_call_id": self.tool_call_id}
+
+
+class FunctionName(RequestBody):
+    """A function by its name."""
+
+    name: str
+
+
+class FunctionTool(RequestBody):
+    """A function that the answer may call, as OpenAI describes it: the router checks it."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ToolChoice(RequestBody):
+    """The function that the answer has to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class JsonSchema(RequestBody):
@@ -273,7 +324,9 @@ class Chat(GenerationForm):
     response_format: ResponseFormat | None = None
     modalities: Items[Literal["text"]] | None = None
     metadata: NoEffect = None
-    parallel_tool_calls: NoEffect = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     prediction: NoEffect = None  # only affects speed, and drafters provide that
     prompt_cache_key: NoEffect = None
     prompt_cache_options: NoEffect = None
@@ -286,8 +339,6 @@ class Chat(GenerationForm):
     functions: Unserved = None
     moderation: Unserved = None
     reasoning_effort: Unserved = None
-    tool_choice: Unserved = None
-    tools: Unserved = None
     verbosity: Unserved = None
     web_search_options: Unserved = None
 
@@ -295,6 +346,23 @@ class Chat(GenerationForm):
     def answer_schema(self) -> dict[str, Any] | None:
         wanted = None if self.response_format is None else self.response_format.schema
         return super().answer_schema if wanted is None else wanted
+
+    def options(self) -> Options:
+        """Return the SDK's keywords for this request, its messages included."""
+        options: Options = {**super().options(), "messages": [message.for_template for message in self.messages]}
+        if self.tools:
+            options["tools"] = [tool.model_dump() for tool in self.tools]
+        if self.tool_choice is not None:
+            choice = self.tool_choice
+            options["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump()
+        if self.parallel_tool_calls is not None:
+            options["parallel_tool_calls"] = self.parallel_tool_calls
+        return options
+
+    @property
+    def callable_tools(self) -> list[str]:
+        """The names of the tools that the answer may call."""
+        return [] if self.tool_choice == "none" else [str(it.function.get("name")) for it in self.tools or ()]
 
     @property
     def token_limit(self) -> int | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, TokenLogprobs
+from outrider.core.tools.call_reader import CallPiece, CallReader
+from outrider.core.tools.formats import FORMATS
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -26,11 +29,14 @@ class ResponseForm(Protocol):
     def first(self, index: int) -> Json | None:
         """Return the event that a stream sends before the text of a choice; None: it sends none."""
 
-    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
-        """Return a part of a choice's text; `entries` belong to its tokens, if log-probabilities are wanted."""
+    def parts(
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+    ) -> list[Json]:
+        """Return the events of a part of a choice's text; `entries` belong to its tokens, if log-probabilities are
+        wanted."""
 
-    def last(self, index: int, reason: str) -> Json:
-        """Return the last event of a choice."""
+    def last(self, index: int, reason: str) -> list[Json]:
+        """Return the last events of a choice."""
 
 
 class CompletionForm:
@@ -46,11 +52,13 @@ class CompletionForm:
     def first(self, index: int) -> Json | None:
         return None
 
-    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
-        return self._choice(index, text, entries, offset, None)
+    def parts(
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+    ) -> list[Json]:
+        return [self._choice(index, text, entries, offset, None)]
 
-    def last(self, index: int, reason: str) -> Json:
-        return self._choice(index, "", None, 0, reason)
+    def last(self, index: int, reason: str) -> list[Json]:
+        return [self._choice(index, "", None, 0, reason)]
 
     def _choice(
         self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, reason: str | None
@@ -60,28 +68,73 @@ class CompletionForm:
 
 
 class ChatForm:
-    """The format of /v1/chat/completions."""
+    """The format of /v1/chat/completions, of one request."""
 
     kind = "chat.completion"
     piece = "chat.completion.chunk"
     prefix = "chatcmpl-"
 
+    def __init__(self, tools: Sequence[str] = ()) -> None:
+        """`tools`: the names of those that the answer may call."""
+        self._tools = tools
+        self._readers: dict[int, CallReader] = {}  # of streamed choices
+
     def complete(self, index: int, generation: Generation) -> Json:
-        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        calls, why = generation.tool_calls, reason(generation)
+        message: Json = {"role": "assistant", "content": generation.content, "refusal": None}
+        if calls:
+            message["content"] = generation.content or None
+            message["tool_calls"] = [{"id": _call_id(), **_call(call.name, call.arguments)} for call in calls]
         entries = _rows(generation.logprobs) if generation.logprobs else None
-        return {"index": index, "message": message, "logprobs": entries, "finish_reason": reason(generation)}
+        return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
 
     def first(self, index: int) -> Json | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
-        return self._delta(index, {"content": text}, None if entries is None else _rows(entries), None)
+    def parts(
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+    ) -> list[Json]:
+        logprobs = None if entries is None else _rows(entries)
+        form = FORMATS.get(tool_format) if self._tools else None
+        if form is None:
+            return [self._delta(index, {"content": text}, logprobs, None)]
+        reader = self._readers.setdefault(index, CallReader(form, self._tools))
+        deltas = [self._piece(index, piece) for piece in reader.read(text)]
+        if logprobs is not None:
+            deltas = deltas or [self._delta(index, {}, None, None)]
+            deltas[0]["logprobs"] = logprobs
+        return deltas
 
-    def last(self, index: int, reason: str) -> Json:
-        return self._delta(index, {}, None, reason)
+    def last(self, index: int, reason: str) -> list[Json]:
+        reader = self._readers.pop(index, None)
+        left = [] if reader is None else [self._piece(index, piece) for piece in reader.finish()]
+        why = _with_calls(reason, reader is not None and reader.begun > 0)
+        return [*left, self._delta(index, {}, None, why)]
+
+    def _piece(self, index: int, piece: CallPiece) -> Json:
+        if piece.call < 0:
+            return self._delta(index, {"content": piece.text}, None, None)
+        if piece.name:
+            call = {"index": piece.call, "id": _call_id(), **_call(piece.name, piece.text)}
+        else:
+            call = {"index": piece.call, "function": {"arguments": piece.text}}
+        return self._delta(index, {"tool_calls": [call]}, None, None)
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _call(name: str, arguments: str) -> Json:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_calls(reason: str, calls: bool) -> str:
+    """Return why an answer ended, which for one with calls is that they are to be made."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def reason(generation: Generation) -> str:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.core.tools.formats import format_of
 from outrider.errors import CheckpointError, InvalidRequest
 from router.scheduling.fair_turns import FairTurns
 
@@ -29,6 +30,14 @@ class TemplateMessage(NamedTuple):
 
     role: str
     content: str
+    tool_calls: tuple[Any, ...] = ()  # that the assistant made, in OpenAI's form, with arguments as objects
+    tool_call_id: str = ""  # of the call whose result it is
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message without what is empty, which templates would take for something."""
+        given = {name: value for name, value in self._asdict().items() if value}
+        return {"role": self.role, "content": self.content} | given
 
 
 class ChatTemplate:
@@ -40,6 +49,7 @@ class ChatTemplate:
     def __init__(self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS) -> None:
         """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
         the processor, for one conversation."""
+        self.tool_format = format_of(source)  # in which the model writes calls of tools; None: it knows none
         self._path = path
         self._setup = {"template": source, "variables": variables, "seconds": seconds}
         self._process: subprocess.Popen[str] | None = None
@@ -53,13 +63,16 @@ class ChatTemplate:
         except _TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
 
-    async def render(self, messages: Sequence[TemplateMessage], tenant: str = "") -> str:
-        """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included.
+    async def render(
+        self, messages: Sequence[TemplateMessage], tenant: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included;
+        `tools`: that it may call, in OpenAI's form.
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
         try:
-            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages)
+            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools)
         except _TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
         if not text:
@@ -71,11 +84,11 @@ class ChatTemplate:
         self._thread.submit(self._stop).result()
         self._thread.shutdown()
 
-    def _render_blocking(self, messages: Sequence[TemplateMessage]) -> str:
+    def _render_blocking(self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         if self._process is None:
             self._start()
         try:
-            return self._request([message._asdict() for message in messages])
+            return self._request({"messages": [it.for_template for it in messages], "tools": [*tools] or None})
         finally:
             if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
                 with suppress(_TemplateError):

@@ -25,8 +25,10 @@ _REASONS = {
 }
 
 
-def event_to_pb(event: Event, contract: Contract, token_text: Callable[[int], bytes]) -> pb.GenerateResponse:
-    """Return the message for an event; `token_text` maps a token to its bytes."""
+def event_to_pb(
+    event: Event, contract: Contract, token_text: Callable[[int], bytes], tool_format: str = ""
+) -> pb.GenerateResponse:
+    """Return the message for an event; `token_text` maps a token to its bytes, `tool_format` is that of the model."""
     match event:
         case StartedEvent():
             return pb.GenerateResponse(
@@ -40,6 +42,7 @@ def event_to_pb(event: Event, contract: Contract, token_text: Callable[[int], by
                     forked_from=event.forked_from,
                     rule=contract.rule,
                     lossy=contract.lossy,
+                    tool_format=tool_format,
                 )
             )
         case ResponsePart():

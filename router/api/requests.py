@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from outrider.config import RouterConfig
 from outrider.core.control.goodput import AcceptancePriors
 from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.core.tools.formats import Tools, read_calls, read_tools
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens, grammar_from_pb
 from outrider.store.registry import Worker
@@ -36,10 +37,12 @@ _TERMS = Contract.names()
 OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
 
 
-class Conversation(tuple[TemplateMessage, ...]):
+@dataclass(frozen=True, slots=True)
+class Conversation:
     """A prompt as messages: all of the conversation, for the model's chat template."""
 
-    __slots__ = ()
+    messages: tuple[TemplateMessage, ...]
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class GenerateParams:
         match self.prompt:
             case str() as text:
                 return len(text) // CHARACTERS
-            case Conversation() as messages:
+            case Conversation(messages):
                 return sum(len(message.content) for message in messages) // CHARACTERS
             case tokens:
                 return len(tokens)
@@ -118,12 +121,13 @@ def parse(
     model = find_model(session.model if session else request.model, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
-    contract = _contract(request.sampling, request.acceptance, model)
+    tools = _tools(request, model)
+    contract = _contract(request.sampling, request.acceptance, model, tools)
     known = priors(model, contract) if priors is not None else None
     context = longest_context(model.name)
     return GenerateParams(
         model=model,
-        prompt=_prompt(request, model, context),
+        prompt=_prompt(request, model, context, tools),
         contract=contract,
         stops=_stops(request.sampling.stop),
         policy=_policy(request.speculation, config, known),
@@ -189,14 +193,26 @@ def _priority(value: int) -> QueueClass:
     return PRIORITIES[value]
 
 
+def _tools(request: inference_pb2.GenerateRequest, model: ServedModel) -> Tools | None:
+    if not request.HasField("tools"):
+        return None
+    if not request.messages:
+        raise InvalidRequest("tools", "are for messages, whose chat template shows them to the model")
+    asked = request.tools
+    tools = read_tools(asked.definitions, required=asked.required, name=asked.name, single=asked.single)
+    if model.tool_format is None:
+        raise InvalidRequest("tools", f"model {model.name!r} has no chat template that knows tools")
+    return tools
+
+
 def _prompt(
-    request: inference_pb2.GenerateRequest, model: ServedModel, context: int
+    request: inference_pb2.GenerateRequest, model: ServedModel, context: int, tools: Tools | None
 ) -> str | tuple[int, ...] | Conversation:
     kind = request.WhichOneof("prompt")
     if request.messages:
         if kind is not None:
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
-        return _conversation(request.messages)
+        return Conversation(tuple(_messages(request.messages)), tools)
     if kind == "token_ids":
         digest = request.token_ids.tokenizer_digest
         if digest and digest != model.digest:
@@ -214,12 +230,12 @@ def _prompt(
     return prompt
 
 
-def _conversation(messages: Iterable[inference_pb2.Message]) -> Conversation:
-    conversation = Conversation(TemplateMessage(message.role, message.content) for message in messages)
-    for index, message in enumerate(conversation):
+def _messages(messages: Iterable[inference_pb2.Message]) -> Iterator[TemplateMessage]:
+    for index, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"messages[{index}].role", "is empty, must be a role, for example user")
-    return conversation
+        calls = read_calls(f"messages[{index}].tool_calls", message.tool_calls) if message.tool_calls else ()
+        yield TemplateMessage(message.role, message.content, calls, message.tool_call_id)
 
 
 def empty_prompt() -> InvalidRequest:
@@ -229,13 +245,20 @@ def empty_prompt() -> InvalidRequest:
     )
 
 
-def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:
+def _contract(
+    sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel, tools: Tools | None
+) -> Contract:
     terms = _given(sampling) | _given(acceptance)
     max_tokens = terms.get("max_tokens", DEFAULT_MAX_TOKENS)
-    if sampling.HasField("grammar") and sampling.ignore_eos:
+    grammar = grammar_from_pb(sampling.grammar) if sampling.HasField("grammar") else None
+    if tools is not None and tools.forced:
+        if grammar is not None:
+            raise InvalidRequest("tools", "that have to be called do not go with a grammar of the answer")
+        grammar = model.calls_grammar(tools)
+    if grammar is not None and sampling.ignore_eos:
         raise InvalidRequest("ignore_eos", "does not go with a grammar: the answer ends where the grammar does")
     derived = {
-        "grammar": grammar_from_pb(sampling.grammar) if sampling.HasField("grammar") else None,
+        "grammar": grammar,
         "seed": terms.get("seed", secrets.randbits(64)),
         "rule": acceptance.rule or SHARED_NOISE,
         "logit_bias": tuple(sampling.logit_bias.items()),

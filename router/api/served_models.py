@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from outrider.core.session.contract import MAX_STOP_IDS, Grammar
 from outrider.core.session.digest import tokenizer_digest
+from outrider.core.tools.formats import ToolFormat, Tools, calls_grammar
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
@@ -39,6 +40,21 @@ class ServedModel:
     turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
     token_text: TokenText = field(init=False)  # maps a token to its bytes
 
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The form in which the model writes calls of tools; None: it knows none."""
+        return self.chat.tool_format if self.chat is not None else None
+
+    def calls_grammar(self, tools: Tools) -> Grammar:
+        """Return the grammar of an answer that has to call tools. Raises InvalidRequest if the model knows none."""
+        if self.tool_format is None:
+            raise InvalidRequest("tools", f"model {self.name!r} has no chat template that knows tools")
+        return calls_grammar(self.tool_format, tools, self._special_id)
+
+    def _special_id(self, text: str) -> int | None:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return next((id_ for id_, token in added.items() if token.special and token.content == text), None)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
 
@@ -54,7 +70,12 @@ class ServedModel:
         return self._encode(text, special, context)
 
     async def encode_chat(
-        self, messages: Sequence[TemplateMessage], tenant: str = "", *, context: int = 0
+        self,
+        messages: Sequence[TemplateMessage],
+        tenant: str = "",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        context: int = 0,
     ) -> tuple[int, ...]:
         """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
 
@@ -63,7 +84,8 @@ class ServedModel:
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        return await self.encode(await self.chat.render(messages, tenant), tenant, special=False, context=context)
+        prompt = await self.chat.render(messages, tenant, tools)
+        return await self.encode(prompt, tenant, special=False, context=context)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
         """Raise InvalidRequest for a tenant's grammar that cannot be followed; Overloaded as `encode`."""

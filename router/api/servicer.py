@@ -350,8 +350,9 @@ def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> b
 
 
 def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
-    contract, token_text = opened.turn.contract, opened.model.token_text
-    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, token_text)
+    contract, model = opened.turn.contract, opened.model
+    form = model.tool_format.name if model.tool_format else ""
+    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text, form)
     if paced:
         pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
     return message

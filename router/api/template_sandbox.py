@@ -5,8 +5,8 @@ imports, no attributes that begin with an underscore, no change of its inputs, n
 sandbox bounds neither time nor memory: loops nest, and one multiplication makes a string of any length. This process
 bounds both: it has a limit of memory, and for each answer a limit of CPU seconds, and ends when it exceeds one.
 
-On stdin, JSON lines: first a template with its variables and the seconds for an answer, then lists of messages. On
-stdout one JSON line for each, {"text": ...} or {"error": ...}. The process ends at the end of its input.
+On stdin, JSON lines: first a template with its variables and the seconds for an answer, then conversations, each with
+its tools. On stdout one JSON line for each, {"text": ...} or {"error": ...}. The process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -88,13 +88,18 @@ def compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def render(template: jinja2.Template, messages: Sequence[Any], variables: Mapping[str, str]) -> str:
+def render(
+    template: jinja2.Template,
+    messages: Sequence[Any],
+    variables: Mapping[str, str],
+    tools: Sequence[Any] | None = None,
+) -> str:
     """Return the prompt of a conversation, up to where the assistant is to answer.
 
     Raises jinja2.TemplateError, ValueError when the prompt is too long, and whatever a template's mistake raises.
     """
     pieces, characters = [], 0
-    inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    inputs = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
     for piece in template.generate(**inputs, **variables):
         characters += len(piece)
         if characters > MOST_CHARACTERS:
@@ -120,7 +125,7 @@ def main() -> None:
                 template, variables, text = compile_template(asked["template"]), asked["variables"], ""
                 seconds = asked["seconds"]
             else:
-                text = render(template, asked, variables)
+                text = render(template, asked["messages"], variables, asked["tools"])
             answer = json.dumps({"text": text})
         except MemoryError:
             answer = json.dumps({"error": "it takes too much memory"})

@@ -396,8 +396,10 @@ async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
     match params.prompt:
         case str() as text:
             tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)
-        case Conversation() as messages:
-            tokens = await params.model.encode_chat(messages, params.tenant, context=params.context)
+        case Conversation(messages, tools):
+            tokens = await params.model.encode_chat(
+                messages, params.tenant, tools=tools.definitions if tools else (), context=params.context
+            )
         case tokens:
             pass
     if not tokens:

@@ -2,19 +2,22 @@
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from drafter_svc.ngram_drafter import CHUNK, NgramScheduler
 from drafter_svc.sessions.mirror import MAX_QUEUED, MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.sampling.noise import gumbel_row
-from outrider.core.session.contract import Contract, Plan, SentTerms
+from outrider.core.session.contract import Contract, Grammar, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.token_tree import TokenTree
+from outrider.grammar import GrammarCompiler
 
 PLAN = Plan(version=1, depth=6, width=2, nodes=6)
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
@@ -23,7 +26,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 class Upstream:
     """Both ends in one place: what the proposer sends is grafted at once."""
 
-    def __init__(self, *, slots: int = 4) -> None:
+    def __init__(self, *, slots: int = 4, grammars: GrammarCompiler | None = None) -> None:
         self.sent: list[tuple[Attachment, Delta, bool]] = []
         self.lost: list[Attachment] = []
         self.scheduler = NgramScheduler(
@@ -31,6 +34,7 @@ class Upstream:
             slots=slots,
             send=lambda key, delta, version, exhausted: self.sent.append((key, delta, exhausted)),
             resync=self.lost.append,
+            grammars=grammars,
         )
 
     def snapshot(self, tokens: list[int], **changes: object) -> MirrorSnapshot:
@@ -97,6 +101,31 @@ async def test_it_sends_what_followed_and_goes_on_with_every_commit() -> None:
     tree.graft(1, delta)
     tree.check_integrity()
     assert not upstream.lost
+
+
+async def test_what_the_grammar_forbids_is_not_proposed() -> None:
+    folder = Path(__file__).parents[2] / "models" / "target"
+    tokenizer, grammars = Tokenizer.from_file(str(folder / "tokenizer.json")), GrammarCompiler(folder, 4096, [0])
+    prompt = tokenizer.encode("def one(self):\n    return 1\n\ndef one(self").ids
+    wide, narrow = Grammar("regex", r"[^$]*"), Grammar("regex", r"\)[^$]{1,3}[^r]*")
+    for grammar in (wide, narrow):
+        grammars.start(grammar)  # it is compiled before the session
+    upstream = Upstream(grammars=grammars)
+    answers = {}
+    for name, grammar in (("free", None), ("wide", wide), ("narrow", narrow)):
+        contract = Contract(seed=1, max_tokens=99, temperature=0.0, grammar=grammar)
+        upstream.scheduler.opened(key(name), upstream.snapshot(prompt, contract=contract, answer_position=len(prompt)))
+        await upstream.settle()
+        answers[name] = upstream.sent[-1][1].tokens
+    assert answers["free"] == answers["wide"]
+    text = [tokenizer.decode(answers[name]) for name in ("free", "narrow")]
+    assert "return" in text[0]
+    assert 0 < len(text[1]) < len(text[0])
+    assert text[0].startswith(text[1])
+    assert "r" not in text[1]
+    upstream.scheduler.updated(key("narrow"), update([*prompt, *answers["narrow"]], len(answers["narrow"])))
+    await upstream.settle()
+    assert "r" not in tokenizer.decode(upstream.sent[-1][1].tokens)
 
 
 async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:

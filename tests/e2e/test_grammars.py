@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel, Field
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
@@ -64,8 +65,27 @@ async def test_json_of_a_schema_is_the_same_with_drafters_and_without(
             assert call.keys() == {"function", "arguments", "returns"}
             assert call["returns"] in ("nothing", "a number", "a list of all of them")
             assert all(0 <= it <= 999 for it in call["arguments"])
+            assert ours.parsed == call
+        else:
+            with pytest.raises(ValueError, match="raise max_tokens"):
+                _ = ours.parsed
     assert accepted
     assert ended
+
+
+class Answer(BaseModel):
+    verdict: Literal["yes", "no"]
+    parts: Annotated[list[int], Field(max_length=2)]
+
+
+async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
+    client: outrider.AsyncClient, prompts: list[str]
+) -> None:
+    answer = await client.generate(prompts[0], schema=Answer, seed=1, max_tokens=200)
+    assert isinstance(answer.parsed, Answer)
+    assert answer.parsed == Answer.model_validate_json(answer.text)
+    with pytest.raises(ValueError, match="give schema="):
+        _ = (await client.generate(prompts[0], max_tokens=1)).parsed
 
 
 async def test_other_kinds_many_at_once(client: outrider.AsyncClient, prompts: list[str]) -> None:

@@ -323,8 +323,8 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
     ("wrong", "fragment"),
     [
         (
-            {"tools": [{"type": "function"}]},
-            "Unsupported parameter: 'tools' is not served here",
+            {"functions": [{"name": "f"}]},
+            "Unsupported parameter: 'functions' is not served here",
         ),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),

@@ -165,8 +165,8 @@ class Arrivals:
         self.starting, self._started, self._quiet = True, False, False
 
     def restart(self, now: float, expected: float, *, resting: bool = False) -> None:
-        """Record that a commit was sent at `now`, and whether it has drafters rest. A step over the remaining tree would
-        commit `expected` tokens."""
+        """Record that a commit was sent at `now`, and whether it has drafters rest. A step over the remaining tree
+        would commit `expected` tokens."""
         if self._waited and self._quiet:
             self._pattern.end(self._count, now - self._last)
         if not (self.starting and self._started):
@@ -253,7 +253,7 @@ class Arrivals:
 
     @property
     def learned(self) -> int:
-        """The number of deltas after a commit for which there are averages; 0 where the first one's delay is unknown."""
+        """The number of deltas after a commit for which there are averages; 0 where the first delay is unknown."""
         return self._pattern.known if not self.starting or self._patterns.starting.known else 0
 
     def wait(self, *, trial: bool) -> None:

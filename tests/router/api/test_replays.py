@@ -42,7 +42,7 @@ class Turns(LoopTurns):
 def sending(turns: LoopTurns, client: Client, part: ResponsePart) -> asyncio.Task[None]:
     opened: Any = SimpleNamespace(
         turn=SimpleNamespace(contract=Contract(seed=1, max_tokens=9)),
-        model=SimpleNamespace(token_text=lambda token: b"x"),
+        model=SimpleNamespace(token_text=lambda token: b"x", tool_format=None),
         record=SimpleNamespace(tenant="one"),
     )
     context: Any = client

@@ -1,0 +1,144 @@
+"""The forms in which models write calls of tools, and grammars of answers that have to contain some.
+
+A model's form follows from its chat template, which shows the calls of earlier turns as the model has learned them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from outrider.core.session.contract import Grammar
+from outrider.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_CALLS = 32  # of one answer that has to make calls
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
+
+
+class ToolFormat(NamedTuple):
+    """The form of one family of models. A call is a JSON object with the tool's name and its arguments."""
+
+    name: str
+    begin: str  # before a call; before the list of all calls, if they are `listed`
+    end: str  # after it
+    between: str  # two calls
+    arguments: str  # key of the arguments
+    listed: bool  # all calls are in one JSON list
+    marks: tuple[str, ...]  # in the chat templates of such models
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments", False, ("<tool_call>",)),
+        ToolFormat("mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")),
+        ToolFormat("llama3", "", "", "; ", "parameters", False, ("<|start_header_id|>", '"parameters"')),
+    )
+}  # by name; hermes: Hermes 2 Pro and later, Qwen 2.5 and 3; llama3: 3.1 and later
+
+
+class Tools(NamedTuple):
+    """The tools of a request."""
+
+    definitions: tuple[Mapping[str, Any], ...]  # in OpenAI's form
+    required: bool = False  # the answer has to call one
+    name: str = ""  # the one that it has to call
+    single: bool = False  # at most one call
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.required or bool(self.name)
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """Return the form of a chat template; None if it knows no tools, or none of these forms."""
+    if "tools" not in template:
+        return None
+    return next((each for each in FORMATS.values() if all(mark in template for mark in each.marks)), None)
+
+
+def read_tools(definitions: str, *, required: bool = False, name: str = "", single: bool = False) -> Tools:
+    """Return a request's tools. Raises InvalidRequest for what are no functions in OpenAI's form."""
+    try:
+        tools = json.loads(definitions)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("tools", f"are no JSON: {error}") from None
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise InvalidRequest("tools", f"must be a list of 1 to {MAX_TOOLS} functions")
+    names = [_checked(index, tool)["name"] for index, tool in enumerate(tools)]
+    if len({*names}) < len(names):
+        raise InvalidRequest("tools", "must have names that differ")
+    if name and name not in names:
+        raise InvalidRequest("tool_choice", f"is {name!r}, which is none of the tools: {', '.join(names)}")
+    return Tools(tuple(tools), required, name, single)
+
+
+def _checked(index: int, tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(f"tools[{index}]", 'must be {"type": "function", "function": {"name": "...", ...}}')
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise InvalidRequest(f"tools[{index}].function.parameters", "must be a JSON schema")
+    return function
+
+
+def calls_grammar(form: ToolFormat, tools: Tools, special: Callable[[str], int | None]) -> Grammar:
+    """Return the grammar of an answer that is one or more calls; `special` returns the id of a special token, None for
+    another text."""
+    functions = [tool["function"] for tool in tools.definitions]
+    wanted = [function for function in functions if tools.name in ("", function["name"])]
+    begin, end, between = (_terminals(text, special) for text in (form.begin, form.end, form.between))
+    call, opening, closing = (
+        ("function", f'{begin} "[" ', ' "]"') if form.listed else (f"{begin} function {end}", "", "")
+    )
+    more = "" if tools.single or tools.name else f" ({between} call){{0,{MAX_CALLS - 1}}}"
+    rules = [f"start: {opening}call{more}{closing}", f"call: {call}"]
+    rules.append("function: " + " | ".join(f"f{index}" for index in range(len(wanted))))
+    rules += [f"f{index}: %json {json.dumps(_call_schema(form, function))}" for index, function in enumerate(wanted)]
+    return Grammar("lark", "\n".join(rules))
+
+
+def _terminals(text: str, special: Callable[[str], int | None]) -> str:
+    """Return the text in Lark's form, a special token in it as such."""
+    bare = text.strip()
+    id_ = special(bare) if bare else None
+    if id_ is None:
+        return json.dumps(text) if text else ""
+    parts = text.partition(bare)
+    return " ".join(f"<[{id_}]>" if part == bare else json.dumps(part) for part in parts if part)
+
+
+def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+        "x-guidance": COMPACT,
+    }
+
+
+def read_calls(field: str, text: str) -> tuple[dict[str, Any], ...]:
+    """Return the calls of an earlier message as chat templates take them: their arguments are objects, not text.
+
+    Raises InvalidRequest naming the field for what are no calls in OpenAI's form.
+    """
+    try:
+        calls = json.loads(text)
+        return tuple(_with_object(call) for call in calls)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        form = '[{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}, ...]'
+        raise InvalidRequest(field, f"must be calls: {form}") from None
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+        raise TypeError
+    return {**call, "function": function}

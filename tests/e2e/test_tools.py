@@ -1,0 +1,192 @@
+"""Calls of tools through OpenAI's client and the SDK: forced ones follow their schemas, with drafters and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+import outrider
+from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
+from outrider.errors import InvalidRequest
+from outrider.fleet.cluster import LocalCluster
+from tests.e2e.conftest import MODELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}<tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}<assistant>"""
+
+
+def function(name: str, **properties: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": parameters}}
+
+
+TOOLS = [
+    function("weather", city={"enum": ["Bern", "Ulm"]}, days={"type": "integer", "minimum": 1, "maximum": 99}),
+    function("time", zone={"type": "string", "maxLength": 6}),
+]
+ASKED: Any = [{"role": "user", "content": "What is the weather in Bern?"}]
+# An answer that a model may give of itself, which this one does not:
+WRITTEN = r"""start: "I look.\n\n<tool_call>\n" call "\n</tool_call>"
+call: "{\"name\": \"time\", \"arguments\": {\"zone\": \"" /[a-z]{1,4}/ "\"}}" """
+
+
+@dataclass(frozen=True)
+class Clients:
+    sdk: outrider.AsyncClient
+    openai: openai.AsyncOpenAI
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    folder.mkdir()
+    for file in (MODELS / "target").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": folder}, overlap=True),
+        verifier=[VerifierConfig(model=folder, dtype="float32")],
+        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
+        gateway=GatewayConfig(listen="127.0.0.1:0"),
+    )
+    async with (
+        LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
+        outrider.AsyncClient(cluster.router_address) as sdk,
+        openai.AsyncOpenAI(
+            base_url=f"http://{cluster.processes['gateway'].address}/v1", api_key="unused", max_retries=0
+        ) as theirs,
+    ):
+        yield Clients(sdk, theirs)
+
+
+def arguments_are_valid(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "weather":
+        assert given["city"] in ("Bern", "Ulm")
+        assert 1 <= given["days"] <= 99
+    else:
+        assert name == "time"
+        assert len(given["zone"]) <= 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}], ids=["any", "one"])
+async def test_forced_calls_follow_their_schema_and_a_stream_has_the_same(
+    clients: Clients, choice: Any, temperature: float
+) -> None:
+    terms: Any = {
+        "model": "target",
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": temperature,
+        "seed": 5,
+    }
+    asked = clients.openai.chat.completions
+    answer = (await asked.create(messages=ASKED, max_tokens=400, **terms)).choices[0]
+    plain = (
+        await asked.create(messages=ASKED, max_tokens=400, extra_body={"outrider": {"speculation": "off"}}, **terms)
+    ).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    calls = [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()]
+    assert calls
+    assert calls == [(call.function.name, call.function.arguments) for call in plain.message.tool_calls or ()]
+    for name, arguments in calls:
+        arguments_are_valid(name, arguments)
+    if choice != "required":
+        assert [name for name, _ in calls] == ["time"]
+    streamed: list[list[str]] = []
+    async with asked.stream(messages=ASKED, max_tokens=400, **terms) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                for delta in event.chunk.choices[0].delta.tool_calls or ():
+                    if delta.index == len(streamed):
+                        assert delta.id
+                        streamed.append(["", ""])
+                    streamed[delta.index][0] += delta.function.name or ""
+                    streamed[delta.index][1] += delta.function.arguments or ""
+        whole = (await stream.get_final_completion()).choices[0]
+    assert [(name, arguments) for name, arguments in streamed] == calls
+    assert whole.finish_reason == "tool_calls"
+
+
+async def test_a_call_that_the_model_makes_by_itself_is_parsed_beside_its_content(clients: Clients) -> None:
+    terms: Any = {"model": "target", "tools": TOOLS, "seed": 1, "extra_body": {"guided_grammar": WRITTEN}}
+    answer = (await clients.openai.chat.completions.create(messages=ASKED, max_tokens=300, **terms)).choices[0]
+    assert answer.message.content == "I look."
+    (call,) = answer.message.tool_calls or ()
+    arguments_are_valid(call.function.name, call.function.arguments)
+    pieces = [
+        chunk.choices[0]
+        async for chunk in await clients.openai.chat.completions.create(
+            messages=ASKED, max_tokens=300, stream=True, **terms
+        )
+    ]
+    assert "".join(piece.delta.content or "" for piece in pieces) == "I look."
+    assert pieces[-1].finish_reason == "tool_calls"
+    without = (
+        await clients.openai.chat.completions.create(messages=ASKED, max_tokens=300, tool_choice="none", **terms)
+    ).choices[0]
+    assert "<tool_call>" in (without.message.content or "")
+    assert not without.message.tool_calls
+
+
+async def test_a_call_that_max_tokens_cuts_off_is_left_as_it_is(clients: Clients) -> None:
+    terms: Any = {"tools": TOOLS[1:], "tool_choice": "required", "seed": 1}
+    whole = await clients.sdk.generate(messages=ASKED, max_tokens=400, **terms)
+    cut = await clients.sdk.generate(messages=ASKED, max_tokens=whole.usage.completion_tokens - 8, **terms)
+    assert whole.tool_calls[0].name == "time"
+    assert whole.content == ""
+    assert cut.finish_reason == "length"
+    assert whole.text.startswith(cut.text)
+    for call in cut.tool_calls:
+        assert any(it.name == call.name and it.arguments.startswith(call.arguments) for it in whole.tool_calls)
+
+
+async def test_a_conversation_goes_on_after_the_tool_s_result(clients: Clients) -> None:
+    asked = clients.openai.chat.completions
+    terms: Any = {"model": "target", "tools": TOOLS, "parallel_tool_calls": False, "seed": 2}
+    first = (await asked.create(messages=ASKED, tool_choice="required", max_tokens=400, **terms)).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": '{"sun": true}'} for call in first.tool_calls or ()]
+    second = await asked.create(messages=[*ASKED, first.model_dump(), *results], max_tokens=5, **terms)
+    assert second.usage is not None
+    assert second.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("terms", "problem"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\]"),
+        ({"tools": TOOLS + TOOLS}, "names that differ"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "do not go with a grammar"),
+        (
+            {"tools": [function("a", x={"$ref": "#/nope"})], "tool_choice": "required"},
+            "grammar",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "assistant"}]}, "content"),
+    ],
+)
+async def test_what_cannot_be_called_is_refused_by_name(clients: Clients, terms: Any, problem: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=problem):
+        await clients.openai.chat.completions.create(**{"model": "target", "messages": ASKED, "max_tokens": 5} | terms)
+
+
+async def test_tools_without_messages_are_refused(clients: Clients) -> None:
+    with pytest.raises(InvalidRequest, match="are for messages"):
+        await clients.sdk.generate("x", tools=TOOLS)
