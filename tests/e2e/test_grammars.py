@@ -73,9 +73,9 @@ async def test_json_of_a_schema_is_the_same_with_drafters_and_without(
     assert ended
 
 
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):
     verdict: Literal["yes", "no"]
-    parts: Annotated[list[int], Field(max_length=2)]
+    parts: Annotated[list[Literal[1, 2, 3]], Field(max_length=2)]
 
 
 async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(

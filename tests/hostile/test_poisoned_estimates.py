@@ -100,6 +100,7 @@ def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
 def test_when_deltas_arrive(terms: dict[str, Any]) -> None:
     verifier = scheduler()
     session = opened(verifier, terms)
+    session.arrivals.arrived(0.5, 1.0, passing=False)  # its drafter does not begin any more
 
     def arrives() -> None:
         session.arrivals.restart(1.0, 1.0)

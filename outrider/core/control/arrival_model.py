@@ -169,6 +169,8 @@ class Arrivals:
         would commit `expected` tokens."""
         if self._waited and self._quiet:
             self._pattern.end(self._count, now - self._last)
+        if self.starting and self._started and now - self._last > self._patterns.starting.patience(0):
+            self._give_up_start(now)
         if not (self.starting and self._started):
             self._last = now
         self.starting, self._started = self.starting or resting, not resting
@@ -180,6 +182,12 @@ class Arrivals:
         self._waited = False
         self._began, self._first, self._latest = now, 0.0, 0.0
         self._undisturbed = 0
+
+    def _give_up_start(self, now: float) -> None:
+        """Treat a drafter that is late as any other: it may be too slow to send anything before the next commit."""
+        starting, self.starting = self._patterns.starting, False
+        if starting.known:
+            starting.learn(0, now - self._last, starting.gains[0])
 
     def arrived(self, now: float, expected: float, *, passing: bool) -> None:
         """Record that a delta arrived at `now`, during a pass or not. A step over the tree would now commit `expected`

@@ -97,11 +97,25 @@ def test_a_drafter_whose_rest_ends_with_the_next_commit_is_not_awaited_before() 
     assert hold(begins(0.1 * DELAY_S), rate) > 0.0
 
 
-def test_a_drafter_of_which_nothing_is_known_is_awaited_for_the_time_of_a_step_once() -> None:
+def test_a_drafter_of_which_nothing_is_known_is_awaited_for_the_time_of_a_step() -> None:
     session = held()
     session.arrivals = Arrivals(ArrivalPatterns.unknown())
     session.arrivals.restart(session.terms.committed_at, 1.0)
     assert hold(session) == pytest.approx(BUDGET.seconds)
-    session.terms.committed_at += 2.0 * BUDGET.seconds
-    session.arrivals.restart(session.terms.committed_at, 1.0)
-    assert hold(session) == 0.0
+
+
+def test_a_drafter_that_is_late_is_tried_as_any_other_is() -> None:
+    step, patterns = BUDGET.seconds, ArrivalPatterns.unknown()
+    for known in (False, True):
+        session = held()
+        session.arrivals = Arrivals(patterns)
+        if known:
+            session.arrivals.restart(0.0, 1.0)
+            session.arrivals.arrived(3.0 * step, 1.0 + GAIN, passing=True)
+            session.arrivals.start()
+        waits = []
+        for _ in range(40):
+            session.terms.committed_at += step
+            session.arrivals.restart(session.terms.committed_at, 1.0)
+            waits.append(hold(session, 2.0 / step))
+        assert sum(wait > 0.0 for wait in waits) in range(2, 8)

@@ -84,6 +84,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
     streams = [DraftStream(name, Heartbeat) for name in ("one", "another")]
     for stream in streams:
         session.subscribe(stream, 1, Calibration())
+    session.arrivals.arrived(-100.0, 1.0, passing=True)  # they do not begin any more
 
     def patience() -> float:
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
