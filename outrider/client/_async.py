@@ -14,7 +14,7 @@ from outrider.client._access import Access, key_metadata
 from outrider.client._connection import ConnectionOptions, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
-from outrider.client._tools import tool_names
+from outrider.client._tools import terms_of
 from outrider.client._types import Generation, Model, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
@@ -106,7 +106,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Return the answer as a stream. The call starts when the first chunk is awaited."""
         request = _wire.request_to_pb(prompt, **options)
-        return AsyncStream(self._router, request, timeout, options.get("schema"), tool_names(options))
+        return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(options))
 
     def resume(
         self,

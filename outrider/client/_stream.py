@@ -15,6 +15,7 @@ from outrider.client import _wire
 from outrider.client._calls import GeneratingCall
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
+from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.backoff import pause_s
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
@@ -41,12 +42,12 @@ class AsyncStream:
         request: pb.GenerateRequest | pb.ResumeRequest,
         timeout: float | None,
         schema: Any = None,
-        tools: tuple[str, ...] = (),
+        terms: AnswerTerms = ANY_TERMS,
     ) -> None:
-        """`schema` and `tools` are the request's, for its result."""
+        """`schema` and `terms` are the request's, for its result."""
         check_timeout(timeout)
         self._schema = schema
-        self._tools = tools
+        self._terms = terms
         self._router = router
         self._request = request
         self._timeout = timeout
@@ -71,10 +72,14 @@ class AsyncStream:
         """The session's id once the first chunk has arrived; empty before."""
         return self._started.session_id if self._started else ""
 
+    def reader(self) -> AnswerReader:
+        """Return what divides the chunks' texts into content, reasoning and calls of tools, once the first chunk has
+        arrived."""
+        return AnswerReader(self._form, self._terms)
+
     @property
-    def tool_format(self) -> str:
-        """The form in which the model writes calls of tools, once the first chunk has arrived; empty: it knows none."""
-        return self._started.tool_format if self._started else ""
+    def _form(self) -> ModelForm:
+        return ModelForm(self._started.tool_format, self._started.reasoning) if self._started else PLAIN_FORM
 
     @property
     def result(self) -> Generation:
@@ -283,6 +288,6 @@ class AsyncStream:
             rule=self._started.rule,
             lossy=self._started.lossy,
             schema=self._schema,
-            tools=self._tools,
-            tool_format=self._started.tool_format,
+            terms=self._terms,
+            form=self._form,
         )

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.client._grammar import grammar_of
+from outrider.core.tools.answer_reader import AnswerTerms
 from outrider.errors import InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 
@@ -24,11 +26,12 @@ def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
     return pb.Tools(definitions=_json("tools", tools), required=choice == "required", name=name, single=single)
 
 
-def tool_names(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the tools that a request's answer may call."""
-    tools = () if options.get("tool_choice") == "none" else options.get("tools") or ()
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping))
+def terms_of(options: Mapping[str, Any]) -> AnswerTerms:
+    """Return what the answer to a request of these options may have in it."""
+    choice, tools = options.get("tool_choice", "auto"), options.get("tools") or ()
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)] if choice != "none" else []
+    names = tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping))
+    return AnswerTerms(names, grammar_of(options) is not None or choice not in ("auto", "none"))
 
 
 def calls_json(field: str, calls: Any) -> str:

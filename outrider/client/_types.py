@@ -9,8 +9,8 @@ from typing import Any
 from outrider.client._grammar import parsed
 from outrider.core.session.contract import SHARED_NOISE
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
-from outrider.core.tools.call_reader import CallReader
-from outrider.core.tools.formats import FORMATS
+from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
+from outrider.core.tools.call_reader import CONTENT, REASONING, CallPiece
 
 
 class FinishReason(StrEnum):
@@ -105,8 +105,8 @@ class Generation:
     rule: str = SHARED_NOISE  # acceptance rule of drafted tokens
     lossy: bool = False  # the rule changes the distribution of the text; such a rule is used only on request
     schema: Any = field(default=None, repr=False, compare=False)  # that of the request
-    tools: tuple[str, ...] = ()  # the names of the request's tools
-    tool_format: str = ""  # in which the model writes calls; empty: it knows none
+    terms: AnswerTerms = field(default=ANY_TERMS, repr=False)  # what the request's answer may have in it
+    form: ModelForm = field(default=PLAIN_FORM, repr=False)  # how the model writes that
 
     @property
     def parsed(self) -> Any:
@@ -123,26 +123,26 @@ class Generation:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the request's tools in the answer."""
-        return self._divided()[1]
+        names, arguments = dict[int, str](), dict[int, str]()
+        for piece in self._pieces():
+            if piece.call >= 0:
+                names.setdefault(piece.call, piece.name)
+                arguments[piece.call] = arguments.get(piece.call, "") + piece.text
+        return tuple(ToolCall(names[call], arguments[call]) for call in names)
 
     @property
     def content(self) -> str:
-        """The answer without those calls."""
-        return self._divided()[0]
+        """The answer without those calls, and without reasoning."""
+        return "".join(piece.text for piece in self._pieces() if piece.call == CONTENT)
 
-    def _divided(self) -> tuple[str, tuple[ToolCall, ...]]:
-        if not self.tools or self.tool_format not in FORMATS:
-            return self.text, ()
-        reader = CallReader(FORMATS[self.tool_format], self.tools)
-        content, calls = "", list[ToolCall]()
-        for piece in (*reader.read(self.text), *reader.finish()):
-            if piece.call < 0:
-                content += piece.text
-            elif piece.name:
-                calls.append(ToolCall(piece.name, piece.text))
-            else:
-                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + piece.text)
-        return content, tuple(calls)
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote before its answer, between marks that it has for that."""
+        return "".join(piece.text for piece in self._pieces() if piece.call == REASONING)
+
+    def _pieces(self) -> list[CallPiece]:
+        reader = AnswerReader(self.form, self.terms)
+        return [*reader.read(self.text), *reader.finish()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(parsed: Annotated[Chat, Depends(read_body(Chat))], request: Request) -> Response:
-        return await answered(parsed, [None], parsed.options(), ChatForm(parsed.callable_tools), request)
+        return await answered(parsed, [None], parsed.options(), ChatForm(), request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Json:

@@ -69,7 +69,7 @@ async def server_sent_events(
                     yield event(opening)
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
                 entries = part.chunk.logprobs if parsed.alternatives is not None else None
-                for piece in form.parts(index, part.chunk.text, entries, characters[index], part.tool_format):
+                for piece in form.parts(index, part.chunk.text, entries, characters[index], part.reader):
                     yield event(piece)
                 characters[index] += len(part.chunk.text)
             if part.ended is not None:

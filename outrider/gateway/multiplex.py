@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.client import AsyncClient, AsyncStream, Chunk, Generation, Options
+from outrider.core.tools.answer_reader import AnswerReader
 from outrider.errors import InvalidRequest
 
 Prompt = str | Sequence[int] | None
@@ -20,7 +21,7 @@ class ReceivedPart:
     index: int
     chunk: Chunk | None = None
     ended: Generation | None = None
-    tool_format: str = ""  # in which the model writes calls of tools
+    reader: Callable[[], AnswerReader] = AnswerReader  # makes what divides the choice's text
 
 
 def streams(
@@ -88,7 +89,7 @@ async def _follow(
         async with stream:
             async for chunk in stream:
                 prompt_read.set()
-                await queue.put(ReceivedPart(index, chunk, tool_format=stream.tool_format))
+                await queue.put(ReceivedPart(index, chunk, reader=stream.reader))
         prompt_read.set()
         await queue.put(ReceivedPart(index, ended=stream.result))
     except Exception as error:

@@ -360,11 +360,6 @@ class Chat(GenerationForm):
         return options
 
     @property
-    def callable_tools(self) -> list[str]:
-        """The names of the tools that the answer may call."""
-        return [] if self.tool_choice == "none" else [str(it.function.get("name")) for it in self.tools or ()]
-
-    @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 

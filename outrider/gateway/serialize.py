@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, TokenLogprobs
-from outrider.core.tools.call_reader import CallPiece, CallReader
-from outrider.core.tools.formats import FORMATS
+from outrider.core.tools.answer_reader import AnswerReader
+from outrider.core.tools.call_reader import REASONING, CallPiece
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -30,10 +30,15 @@ class ResponseForm(Protocol):
         """Return the event that a stream sends before the text of a choice; None: it sends none."""
 
     def parts(
-        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenLogprobs] | None,
+        offset: int,
+        make_reader: Callable[[], AnswerReader],
     ) -> list[Json]:
         """Return the events of a part of a choice's text; `entries` belong to its tokens, if log-probabilities are
-        wanted."""
+        wanted; `make_reader` makes what divides the choice's text."""
 
     def last(self, index: int, reason: str) -> list[Json]:
         """Return the last events of a choice."""
@@ -53,7 +58,12 @@ class CompletionForm:
         return None
 
     def parts(
-        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenLogprobs] | None,
+        offset: int,
+        make_reader: Callable[[], AnswerReader],
     ) -> list[Json]:
         return [self._choice(index, text, entries, offset, None)]
 
@@ -74,14 +84,14 @@ class ChatForm:
     piece = "chat.completion.chunk"
     prefix = "chatcmpl-"
 
-    def __init__(self, tools: Sequence[str] = ()) -> None:
-        """`tools`: the names of those that the answer may call."""
-        self._tools = tools
-        self._readers: dict[int, CallReader] = {}  # of streamed choices
+    def __init__(self) -> None:
+        self._readers: dict[int, AnswerReader] = {}  # of streamed choices
 
     def complete(self, index: int, generation: Generation) -> Json:
         calls, why = generation.tool_calls, reason(generation)
         message: Json = {"role": "assistant", "content": generation.content, "refusal": None}
+        if generation.reasoning:
+            message["reasoning_content"] = generation.reasoning
         if calls:
             message["content"] = generation.content or None
             message["tool_calls"] = [{"id": _call_id(), **_call(call.name, call.arguments)} for call in calls]
@@ -92,28 +102,31 @@ class ChatForm:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
     def parts(
-        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, tool_format: str
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenLogprobs] | None,
+        offset: int,
+        make_reader: Callable[[], AnswerReader],
     ) -> list[Json]:
-        logprobs = None if entries is None else _rows(entries)
-        form = FORMATS.get(tool_format) if self._tools else None
-        if form is None:
-            return [self._delta(index, {"content": text}, logprobs, None)]
-        reader = self._readers.setdefault(index, CallReader(form, self._tools))
-        deltas = [self._piece(index, piece) for piece in reader.read(text)]
-        if logprobs is not None:
+        if index not in self._readers:
+            self._readers[index] = make_reader()
+        deltas = [self._piece(index, piece) for piece in self._readers[index].read(text)]
+        if entries is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
-            deltas[0]["logprobs"] = logprobs
+            deltas[0]["logprobs"] = _rows(entries)
         return deltas
 
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
         left = [] if reader is None else [self._piece(index, piece) for piece in reader.finish()]
-        why = _with_calls(reason, reader is not None and reader.begun > 0)
+        why = _with_calls(reason, reader is not None and reader.called)
         return [*left, self._delta(index, {}, None, why)]
 
     def _piece(self, index: int, piece: CallPiece) -> Json:
         if piece.call < 0:
-            return self._delta(index, {"content": piece.text}, None, None)
+            name = "reasoning_content" if piece.call == REASONING else "content"
+            return self._delta(index, {name: piece.text}, None, None)
         if piece.name:
             call = {"index": piece.call, "id": _call_id(), **_call(piece.name, piece.text)}
         else:

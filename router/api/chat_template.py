@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.core.tools.answer_reader import ModelForm
 from outrider.core.tools.formats import format_of
+from outrider.core.tools.reasoning import BEGIN, reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from router.scheduling.fair_turns import FairTurns
 
@@ -49,7 +51,8 @@ class ChatTemplate:
     def __init__(self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS) -> None:
         """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
         the processor, for one conversation."""
-        self.tool_format = format_of(source)  # in which the model writes calls of tools; None: it knows none
+        form = format_of(source)
+        self.form = ModelForm(form.name if form else "", reasoning_of(source))
         self._path = path
         self._setup = {"template": source, "variables": variables, "seconds": seconds}
         self._process: subprocess.Popen[str] | None = None
@@ -57,11 +60,16 @@ class ChatTemplate:
         self._turns = FairTurns(1, "the chat template")
 
     def check(self) -> None:
-        """Raises CheckpointError for a template that does not compile."""
+        """Raises CheckpointError for a template that does not compile. Finds out whether its prompts end where the
+        model begins to reason."""
         try:
             self._thread.submit(self._start).result()
         except _TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
+        with suppress(_TemplateError):  # it may refuse this conversation
+            prompt = self._thread.submit(self._render_blocking, [TemplateMessage("user", "x")], ()).result()
+            if prompt.rstrip().endswith(BEGIN):
+                self.form = self.form._replace(reasoning="opened")
 
     async def render(
         self, messages: Sequence[TemplateMessage], tenant: str = "", tools: Sequence[Mapping[str, Any]] = ()

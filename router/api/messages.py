@@ -7,6 +7,7 @@ from collections.abc import Callable
 from outrider.core.sampling.logprobs import unpack
 from outrider.core.session.contract import Contract
 from outrider.core.session.speculation_status import SpeculationStatus
+from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -26,9 +27,9 @@ _REASONS = {
 
 
 def event_to_pb(
-    event: Event, contract: Contract, token_text: Callable[[int], bytes], tool_format: str = ""
+    event: Event, contract: Contract, token_text: Callable[[int], bytes], form: ModelForm = PLAIN_FORM
 ) -> pb.GenerateResponse:
-    """Return the message for an event; `token_text` maps a token to its bytes, `tool_format` is that of the model."""
+    """Return the message for an event; `token_text` maps a token to its bytes, `form` is that of the model."""
     match event:
         case StartedEvent():
             return pb.GenerateResponse(
@@ -42,7 +43,7 @@ def event_to_pb(
                     forked_from=event.forked_from,
                     rule=contract.rule,
                     lossy=contract.lossy,
-                    tool_format=tool_format,
+                    **form._asdict(),
                 )
             )
         case ResponsePart():

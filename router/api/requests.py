@@ -43,6 +43,7 @@ class Conversation:
 
     messages: tuple[TemplateMessage, ...]
     tools: Tools | None = None
+    characters: int = 0  # of all messages and tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class GenerateParams:
         match self.prompt:
             case str() as text:
                 return len(text) // CHARACTERS
-            case Conversation(messages):
-                return sum(len(message.content) for message in messages) // CHARACTERS
+            case Conversation():
+                return self.prompt.characters // CHARACTERS
             case tokens:
                 return len(tokens)
 
@@ -200,7 +201,7 @@ def _tools(request: inference_pb2.GenerateRequest, model: ServedModel) -> Tools 
         raise InvalidRequest("tools", "are for messages, whose chat template shows them to the model")
     asked = request.tools
     tools = read_tools(asked.definitions, required=asked.required, name=asked.name, single=asked.single)
-    if model.tool_format is None:
+    if not model.form.tool_format:
         raise InvalidRequest("tools", f"model {model.name!r} has no chat template that knows tools")
     return tools
 
@@ -212,7 +213,9 @@ def _prompt(
     if request.messages:
         if kind is not None:
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
-        return Conversation(tuple(_messages(request.messages)), tools)
+        characters = sum(len(message.content) + len(message.tool_calls) for message in request.messages)
+        characters += len(request.tools.definitions)
+        return Conversation(tuple(_messages(request.messages)), tools, characters)
     if kind == "token_ids":
         digest = request.token_ids.tokenizer_digest
         if digest and digest != model.digest:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from outrider.core.session.contract import MAX_STOP_IDS, Grammar
 from outrider.core.session.digest import tokenizer_digest
-from outrider.core.tools.formats import ToolFormat, Tools, calls_grammar
+from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
+from outrider.core.tools.formats import FORMATS, Tools, calls_grammar
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
@@ -41,15 +42,13 @@ class ServedModel:
     token_text: TokenText = field(init=False)  # maps a token to its bytes
 
     @property
-    def tool_format(self) -> ToolFormat | None:
-        """The form in which the model writes calls of tools; None: it knows none."""
-        return self.chat.tool_format if self.chat is not None else None
+    def form(self) -> ModelForm:
+        """How the model writes calls of tools and reasoning."""
+        return self.chat.form if self.chat is not None else PLAIN_FORM
 
     def calls_grammar(self, tools: Tools) -> Grammar:
-        """Return the grammar of an answer that has to call tools. Raises InvalidRequest if the model knows none."""
-        if self.tool_format is None:
-            raise InvalidRequest("tools", f"model {self.name!r} has no chat template that knows tools")
-        return calls_grammar(self.tool_format, tools, self._special_id)
+        """Return the grammar of an answer that has to call tools, which the model knows."""
+        return calls_grammar(FORMATS[self.form.tool_format], tools, self._special_id)
 
     def _special_id(self, text: str) -> int | None:
         added = self.tokenizer.get_added_tokens_decoder()

@@ -351,8 +351,7 @@ def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> b
 
 def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
     contract, model = opened.turn.contract, opened.model
-    form = model.tool_format.name if model.tool_format else ""
-    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text, form)
+    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text, model.form)
     if paced:
         pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
     return message

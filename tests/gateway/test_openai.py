@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ from outrider.config import GatewayConfig
 from outrider.gateway.server import bound, server
 from tests.gateway.conftest import Front, fronted
 from tests.router.fakes import CONTEXT, FakeVerifier
-from tests.router.rig import ANSWER, MODEL, SCRIPT, finished_reason, until
+from tests.router.rig import ANSWER, FOLDER, MODEL, SCRIPT, finished_reason, until
 
 PROMPT = "import os\n"
 PROMPT_TOKENS = len(MODEL.tokenizer.encode(PROMPT).ids)
@@ -345,3 +347,19 @@ async def test_what_a_text_model_cannot_do_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as refused:
         await front.client.chat.completions.create(**asked)
     assert fragment in refused.value.message
+
+
+async def test_what_comes_before_the_end_of_reasoning_is_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant><think>\n"
+    )
+    asked: Any = {"model": "target", "messages": [{"role": "user", "content": "x"}], "max_tokens": len(SCRIPT)}
+    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as front:
+        message = (await front.client.chat.completions.create(**asked)).choices[0].message
+        pieces = [piece async for piece in await front.client.chat.completions.create(stream=True, **asked)]
+    deltas = [piece.choices[0].delta for piece in pieces]
+    assert (message.model_extra or {})["reasoning_content"] == ANSWER.lstrip("\n")
+    assert message.content == ""
+    assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == ANSWER.lstrip("\n")
+    assert not any(delta.content for delta in deltas)

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from outrider.core.tools.call_object import CallObject
 from outrider.core.tools.formats import ToolFormat
 
+CONTENT, REASONING = -1, -2  # of no call
+
 
 class CallPiece(NamedTuple):
-    """A part of an answer: of its content, or of a call."""
+    """A part of an answer: of its content, of its reasoning, or of a call."""
 
-    text: str  # of the content, or of the call's arguments, which are JSON
-    call: int = -1  # number of the call; -1: it is content
+    text: str  # of a call: of its arguments, which are JSON
+    call: int = CONTENT  # number of the call, or one of the above
     name: str = ""  # of the tool, in the first part of a call
 
 

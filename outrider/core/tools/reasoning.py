@@ -1,0 +1,70 @@
+"""Divides an answer into the model's reasoning and what follows it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BEGIN, END = "<think>", "</think>"
+Reasoning = Literal["", "marked", "opened"]  # none; the answer begins with a mark; the prompt ends with it
+
+
+def reasoning_of(template: str) -> Reasoning:
+    """Return whether models of a chat template mark reasoning in their answers."""
+    return "marked" if BEGIN in template else ""
+
+
+class ReasoningReader:
+    """Reads the reasoning out of an answer while it comes."""
+
+    def __init__(self, *, opened: bool) -> None:
+        """`opened`: the prompt ends with the mark before it, so the answer begins with reasoning."""
+        self._kept = ""
+        self._inside = opened
+        self._divided = False  # reasoning has ended
+        self._begun = opened  # it is known whether there is reasoning
+        self._leading = True  # lines after a mark are left out, of the reasoning and of what follows
+
+    def read(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Return what follows from more of the answer: reasoning, and what comes after it."""
+        self._kept += text
+        if not self._begun and not self._begins(last):
+            return "", ""
+        reasoning = self._read_inside(last) if self._inside else ""
+        if self._inside:
+            return reasoning, ""
+        if self._divided:
+            self._skip_lines()
+        rest, self._kept = self._kept, ""
+        return reasoning, rest
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was kept back, at the end of the answer."""
+        return self.read("", last=True)
+
+    def _begins(self, last: bool) -> bool:
+        """Whether it is known by now if the answer begins with reasoning."""
+        start = self._kept.lstrip()
+        if start.startswith(BEGIN):
+            self._inside, self._kept = True, start[len(BEGIN) :]
+        elif BEGIN.startswith(start) and not last:
+            return False
+        self._begun = True
+        return True
+
+    def _read_inside(self, last: bool) -> str:
+        self._skip_lines()
+        before, end, after = self._kept.partition(END)
+        if end:
+            self._inside, self._divided, self._leading, self._kept = False, True, True, after
+            return before.rstrip("\n")
+        lengths = range(min(len(END) - 1, len(before)), 0, -1)
+        kept = 0 if last else next((length for length in lengths if END.startswith(before[-length:])), 0)
+        sure = before[: len(before) - kept]
+        given = sure if last else sure.rstrip("\n")  # the lines before the mark are no part of it
+        self._kept = before[len(given) :]
+        return given
+
+    def _skip_lines(self) -> None:
+        if self._leading:
+            self._kept = self._kept.lstrip("\n")
+            self._leading = not self._kept

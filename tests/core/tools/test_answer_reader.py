@@ -1,0 +1,47 @@
+"""Reasoning is divided from what follows it, the same however the answer comes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.core.tools.answer_reader import AnswerReader, AnswerTerms, ModelForm
+from outrider.core.tools.call_reader import CONTENT, REASONING
+
+CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'
+CASES = [
+    ("marked", "<think>\nIt is <b> late.\n</think>\n\nNoon.", "It is <b> late.", "Noon."),
+    ("marked", "\n<think></think>Noon.", "", "Noon."),
+    ("marked", "Noon, <think>", "", "Noon, <think>"),
+    ("marked", "<th", "", "<th"),
+    ("marked", "<think>never\n", "never\n", ""),
+    ("opened", "late\n\n</think>\n\nNoon.\n", "late", "Noon.\n"),
+    ("opened", "late </thi", "late </thi", ""),
+    ("", "<think>a</think>b", "", "<think>a</think>b"),
+    ("marked", f"<think>\nI call.\n</think>\n\n{CALL}", "I call.", ""),
+]
+
+
+def divided(form: str, pieces: list[str]) -> tuple[str, str, int]:
+    reader = AnswerReader(ModelForm("hermes", form), AnswerTerms(("time",)))
+    found = [*(piece for text in pieces for piece in reader.read(text)), *reader.finish()]
+    reasoning, content = ("".join(it.text for it in found if it.call == kind) for kind in (REASONING, CONTENT))
+    return reasoning, content, sum(bool(it.name) for it in found)
+
+
+@pytest.mark.parametrize(("form", "text", "reasoning", "content"), CASES)
+def test_reasoning_and_content_of_a_whole_answer(form: str, text: str, reasoning: str, content: str) -> None:
+    assert divided(form, [text]) == (reasoning, content, int(CALL in text))
+
+
+@given(st.sampled_from(CASES), st.integers(1, 9))
+def test_pieces_of_any_length_give_the_same(case: tuple[str, str, str, str], length: int) -> None:
+    form, text, reasoning, content = case
+    pieces = [text[place : place + length] for place in range(0, len(text), length)]
+    assert divided(form, pieces) == (reasoning, content, int(CALL in text))
+
+
+def test_an_answer_that_follows_a_grammar_has_no_reasoning() -> None:
+    reader = AnswerReader(ModelForm("", "opened"), AnswerTerms(constrained=True))
+    assert [(it.text, it.call) for it in reader.read('{"a": 1}')] == [('{"a": 1}', CONTENT)]
