@@ -2,9 +2,8 @@
 
 What a simulation needs is read from clusters with one caller and no distance (`Readings`): the verifier's sweep and its
 time outside passes, the drafter's times, how often drafts are accepted, and how much a drafter slows a pass, before it
-and beside it. With it
-every case is simulated, and the same load is applied to a cluster. In pinned clusters the verifier has a core of its
-own, as on two machines; in the others drafter and verifier share all cores.
+and beside it. With it every case is simulated, and the same load is applied to a cluster. In pinned clusters the
+verifier has a core of its own, as on two machines; in the others drafter and verifier share all cores.
 
 All is drawn at T = 1: greedy, the small models loop, and drafters copy what repeats without a pass of theirs, which the
 simulator does not model.

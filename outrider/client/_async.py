@@ -106,7 +106,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Return the answer as a stream. The call starts when the first chunk is awaited."""
         request = _wire.request_to_pb(prompt, **options)
-        return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(options))
+        return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(request))
 
     def resume(
         self,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.client._grammar import grammar_of
 from outrider.core.tools.answer_reader import AnswerTerms
 from outrider.errors import InvalidRequest
 from outrider.v1 import inference_pb2 as pb
@@ -26,12 +25,12 @@ def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
     return pb.Tools(definitions=_json("tools", tools), required=choice == "required", name=name, single=single)
 
 
-def terms_of(options: Mapping[str, Any]) -> AnswerTerms:
-    """Return what the answer to a request of these options may have in it."""
-    choice, tools = options.get("tool_choice", "auto"), options.get("tools") or ()
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)] if choice != "none" else []
-    names = tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping))
-    return AnswerTerms(names, grammar_of(options) is not None or choice not in ("auto", "none"))
+def terms_of(request: pb.GenerateRequest) -> AnswerTerms:
+    """Return what the answer to a request may have in it."""
+    tools = request.tools
+    functions = [tool.get("function") for tool in json.loads(tools.definitions or "[]") if isinstance(tool, dict)]
+    names = tuple(str(it.get("name")) for it in functions if isinstance(it, dict))
+    return AnswerTerms(names, request.sampling.HasField("grammar") or tools.required or bool(tools.name))
 
 
 def calls_json(field: str, calls: Any) -> str:

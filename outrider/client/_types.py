@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.client._grammar import parsed
 from outrider.core.session.contract import SHARED_NOISE
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
 from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
-from outrider.core.tools.call_reader import CONTENT, REASONING, CallPiece
+from outrider.core.tools.call_reader import CONTENT, REASONING
 
 
 class FinishReason(StrEnum):
@@ -123,26 +123,35 @@ class Generation:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the request's tools in the answer."""
-        names, arguments = dict[int, str](), dict[int, str]()
-        for piece in self._pieces():
-            if piece.call >= 0:
-                names.setdefault(piece.call, piece.name)
-                arguments[piece.call] = arguments.get(piece.call, "") + piece.text
-        return tuple(ToolCall(names[call], arguments[call]) for call in names)
+        return self.parts.tool_calls
 
     @property
     def content(self) -> str:
         """The answer without those calls, and without reasoning."""
-        return "".join(piece.text for piece in self._pieces() if piece.call == CONTENT)
+        return self.parts.content
 
     @property
     def reasoning(self) -> str:
         """What the model wrote before its answer, between marks that it has for that."""
-        return "".join(piece.text for piece in self._pieces() if piece.call == REASONING)
+        return self.parts.reasoning
 
-    def _pieces(self) -> list[CallPiece]:
+    @property
+    def parts(self) -> AnswerParts:
+        """All three. The text is read for it each time."""
         reader = AnswerReader(self.form, self.terms)
-        return [*reader.read(self.text), *reader.finish()]
+        pieces = [*reader.read(self.text), *reader.finish()]
+        content, reasoning = ("".join(it.text for it in pieces if it.call == kind) for kind in (CONTENT, REASONING))
+        names = [piece.name for piece in pieces if piece.name]
+        arguments = ("".join(it.text for it in pieces if it.call == call) for call in range(len(names)))
+        return AnswerParts(content, reasoning, tuple(map(ToolCall, names, arguments)))
+
+
+class AnswerParts(NamedTuple):
+    """An answer, divided."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
 from outrider.gateway.multiplex import ReceivedPart
 from outrider.gateway.schema import GenerationForm
-from outrider.gateway.serialize import Json, ResponseForm
+from outrider.gateway.serialize import Json, ResponseForm, StreamedText
 
 PADDED_BYTES = 4096  # of a piece of a padded stream; a longer event has a multiple
 MAX_PACED = 64  # events that wait for the next piece
@@ -69,7 +69,8 @@ async def server_sent_events(
                     yield event(opening)
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
                 entries = part.chunk.logprobs if parsed.alternatives is not None else None
-                for piece in form.parts(index, part.chunk.text, entries, characters[index], part.reader):
+                text = StreamedText(index, part.chunk.text, entries, characters[index], part.reader)
+                for piece in form.parts(text):
                     yield event(piece)
                 characters[index] += len(part.chunk.text)
             if part.ended is not None:

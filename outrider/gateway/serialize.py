@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
@@ -14,6 +15,17 @@ from outrider.core.tools.call_reader import REASONING, CallPiece
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedText:
+    """A part of a choice's text."""
+
+    index: int  # of the choice
+    text: str
+    entries: Sequence[TokenLogprobs] | None  # of its tokens, if log-probabilities are wanted
+    offset: int  # characters of the choice before it
+    make_reader: Callable[[], AnswerReader]  # makes what divides the choice's text
 
 
 class ResponseForm(Protocol):
@@ -29,16 +41,8 @@ class ResponseForm(Protocol):
     def first(self, index: int) -> Json | None:
         """Return the event that a stream sends before the text of a choice; None: it sends none."""
 
-    def parts(
-        self,
-        index: int,
-        text: str,
-        entries: Sequence[TokenLogprobs] | None,
-        offset: int,
-        make_reader: Callable[[], AnswerReader],
-    ) -> list[Json]:
-        """Return the events of a part of a choice's text; `entries` belong to its tokens, if log-probabilities are
-        wanted; `make_reader` makes what divides the choice's text."""
+    def parts(self, piece: StreamedText) -> list[Json]:
+        """Return the events of a part of a choice's text."""
 
     def last(self, index: int, reason: str) -> list[Json]:
         """Return the last events of a choice."""
@@ -57,15 +61,8 @@ class CompletionForm:
     def first(self, index: int) -> Json | None:
         return None
 
-    def parts(
-        self,
-        index: int,
-        text: str,
-        entries: Sequence[TokenLogprobs] | None,
-        offset: int,
-        make_reader: Callable[[], AnswerReader],
-    ) -> list[Json]:
-        return [self._choice(index, text, entries, offset, None)]
+    def parts(self, piece: StreamedText) -> list[Json]:
+        return [self._choice(piece.index, piece.text, piece.entries, piece.offset, None)]
 
     def last(self, index: int, reason: str) -> list[Json]:
         return [self._choice(index, "", None, 0, reason)]
@@ -88,12 +85,12 @@ class ChatForm:
         self._readers: dict[int, AnswerReader] = {}  # of streamed choices
 
     def complete(self, index: int, generation: Generation) -> Json:
-        calls, why = generation.tool_calls, reason(generation)
-        message: Json = {"role": "assistant", "content": generation.content, "refusal": None}
-        if generation.reasoning:
-            message["reasoning_content"] = generation.reasoning
+        (content, reasoning, calls), why = generation.parts, reason(generation)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
-            message["content"] = generation.content or None
+            message["content"] = content or None
             message["tool_calls"] = [{"id": _call_id(), **_call(call.name, call.arguments)} for call in calls]
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
@@ -101,20 +98,14 @@ class ChatForm:
     def first(self, index: int) -> Json | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
-    def parts(
-        self,
-        index: int,
-        text: str,
-        entries: Sequence[TokenLogprobs] | None,
-        offset: int,
-        make_reader: Callable[[], AnswerReader],
-    ) -> list[Json]:
+    def parts(self, piece: StreamedText) -> list[Json]:
+        index = piece.index
         if index not in self._readers:
-            self._readers[index] = make_reader()
-        deltas = [self._piece(index, piece) for piece in self._readers[index].read(text)]
-        if entries is not None:
+            self._readers[index] = piece.make_reader()
+        deltas = [self._piece(index, part) for part in self._readers[index].read(piece.text)]
+        if piece.entries is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
-            deltas[0]["logprobs"] = _rows(entries)
+            deltas[0]["logprobs"] = _rows(piece.entries)
         return deltas
 
     def last(self, index: int, reason: str) -> list[Json]:

@@ -72,9 +72,10 @@ class SimulatedCluster:
         """Return the seconds that a message between a verifier and a drafter takes, drawn at random."""
         return max(0.0, (self._phase.round_trip_ms / 2 + self.rng.gauss(0.0, self._phase.jitter_ms)) / 1e3)
 
-    def pass_seconds(self, rows: int) -> float:
-        """Return the seconds that a pass over `rows` rows takes."""
-        return self._cost.seconds(max(1, rows))
+    def pass_seconds(self, rows: int, *, drafted: bool) -> float:
+        """Return the seconds that a pass over `rows` rows takes. One that follows a drafter's on the same cores finds
+        nothing of its weights in the caches."""
+        return self._cost.seconds(max(1, rows)) * (1.0 + self.deployment.slowdown * drafted)
 
     def verifier_of(self, session: SimulatedSession) -> SimulatedVerifier:
         """Return the session's verifier; after the session's end, any verifier."""

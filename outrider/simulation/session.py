@@ -57,8 +57,8 @@ class SimulationEnvironment(Protocol):
     def one_way(self) -> float:
         """Return the seconds that a message between a verifier and a drafter takes."""
 
-    def pass_seconds(self, rows: int) -> float:
-        """Return the seconds that a pass over `rows` rows takes."""
+    def pass_seconds(self, rows: int, *, drafted: bool) -> float:
+        """Return the seconds that a pass over `rows` rows takes, after drafters or without."""
 
     def verifier_of(self, session: SimulatedSession) -> SessionVerifier:
         """Return the session's verifier."""

@@ -115,19 +115,13 @@ class SimulatedVerifier:
         self._alarm += 1
         clock = self.cluster.clock
         rows = len(deciding) + sum(nodes) + sum(reading.values())
-        step = SimulatedStep(
-            deciding, nodes, reading, price, rows, self._pass_seconds(rows, drafted=any(nodes)), clock.now - self._ended
-        )
+        seconds = self.cluster.pass_seconds(rows, drafted=any(nodes))
+        step = SimulatedStep(deciding, nodes, reading, price, rows, seconds, clock.now - self._ended)
         for session in deciding:
             session.passing = True
         self.cluster.outcome.passes += step.seconds
         drafted = self.cluster.drafted_s
         clock.after(step.seconds, lambda: self._contend(step, drafted))
-
-    def _pass_seconds(self, rows: int, *, drafted: bool) -> float:
-        """Return the time of a pass. One that follows a drafter's on the same cores finds nothing of its weights in the
-        caches."""
-        return self.cluster.pass_seconds(rows) * (1.0 + self.cluster.deployment.slowdown * drafted)
 
     def _contend(self, step: SimulatedStep, drafted: float) -> None:
         """End a pass as much later as drafters have slowed it. They had worked for `drafted` seconds when it began."""

@@ -66,6 +66,8 @@ class ChatTemplate:
             self._thread.submit(self._start).result()
         except _TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
+        if not self.form.reasoning:
+            return
         with suppress(_TemplateError):  # it may refuse this conversation
             prompt = self._thread.submit(self._render_blocking, [TemplateMessage("user", "x")], ()).result()
             if prompt.rstrip().endswith(BEGIN):

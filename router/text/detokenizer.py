@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from outrider.core.marks import begun_mark
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character, or not yet
 _CONTEXT = 5  # tokens of the prompt in front of the first piece when it is decoded
 _LONGEST_HOLD = 64  # tokens; a character has at most four bytes, so a longer sequence is none
@@ -80,14 +82,7 @@ class StopStrings:
 
     def _undecided(self) -> int:
         """Return the length of the longest suffix of the held text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            start = self._held.find(stop[0], max(0, len(self._held) - len(stop) + 1))
-            while start >= 0 and not stop.startswith(self._held[start:]):
-                start = self._held.find(stop[0], start + 1)
-            if start >= 0:
-                longest = max(longest, len(self._held) - start)
-        return longest
+        return max((begun_mark(self._held, stop) for stop in self._stops), default=0)
 
 
 class TextPiece(NamedTuple):

@@ -221,8 +221,10 @@ class Arrivals:
         step: a wait before the step saves only what would be left of it when the delta comes, and that must be worth
         the step's token.
         """
-        if not (self.starting and self._started and self.learned):
-            return self.starting and not self._started
+        if not self.starting:
+            return False
+        if not self._started or not self.learned:
+            return not self._started
         left = self.forecast(0)[0] - self.passed(now)
         return rate * (seconds - max(0.0, left)) < 1.0
 
@@ -235,10 +237,10 @@ class Arrivals:
     def forecast(self, deltas: int) -> tuple[float, float]:
         """Return the time until the next `deltas` + 1 deltas have arrived, in seconds since the last delta, and their
         gain in expected tokens."""
-        first, begins = self._count, self.starting and self._patterns.starting.known
+        first = self._count
         if not self.learned or first >= ArrivalPattern.DEPTH:
             return 0.0, 0.0
-        coming = [self._patterns.starting.forecast(0)] if begins else []
+        coming = [self._patterns.starting.forecast(0)] if self.starting else []
         coming += [self._pattern.forecast(index) for index in range(first + len(coming), first + deltas + 1)]
         return sum(delay for delay, _ in coming), sum(gain for _, gain in coming)
 

@@ -39,7 +39,7 @@ class AnswerReader:
     @property
     def called(self) -> bool:
         """Whether a call has begun."""
-        return self._calls is not None and self._calls.begun > 0
+        return self._calls is not None and self._calls.calls > 0
 
     def read(self, text: str) -> list[CallPiece]:
         """Return what follows from more of the answer."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
+from outrider.core.marks import begun_mark
 from outrider.core.tools.call_object import CallObject
 from outrider.core.tools.formats import ToolFormat
 
@@ -36,8 +37,7 @@ class CallReader:
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         """`names`: of the tools."""
-        self.begun = 0  # calls
-        self.calls = 0  # that are complete
+        self.calls = 0  # that have begun
         self._form = form
         self._names = names
         self._mark, self._end = form.begin.strip(), form.end.strip()
@@ -93,8 +93,7 @@ class CallReader:
 
     def _may_be_mark(self) -> int:
         """Return how many characters at the end may belong to a mark, or are the spaces before it."""
-        lengths = range(min(len(self._mark) - 1, len(self._kept)), 0, -1)
-        begun = next((length for length in lengths if self._mark.startswith(self._kept[-length:])), 0)
+        begun = begun_mark(self._kept, self._mark)
         sure = self._kept[: len(self._kept) - begun]
         return begun + len(sure) - len(sure.rstrip())
 
@@ -114,14 +113,13 @@ class CallReader:
         self._raw, self._kept = self._raw + self._kept[:taken], self._kept[taken:]
         if not known and call.name and self._is_tool(call.name):
             self._raw, self._bare, known = "", False, True
-            self.begun += 1
-            yield CallPiece("", self.calls, call.name)
+            self.calls += 1
+            yield CallPiece("", self.calls - 1, call.name)
         if known:
             self._raw = ""
             if text := call.take():
-                yield CallPiece(text, self.calls)
+                yield CallPiece(text, self.calls - 1)
             if call.complete or call.broken:
-                self.calls += 1
                 self._place = _Place.AFTER
         elif call.name or call.complete or call.broken:
             yield from self._give_up()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from outrider.core.marks import begun_mark
+
 BEGIN, END = "<think>", "</think>"
 Reasoning = Literal["", "marked", "opened"]  # none; the answer begins with a mark; the prompt ends with it
 
@@ -57,9 +59,7 @@ class ReasoningReader:
         if end:
             self._inside, self._divided, self._leading, self._kept = False, True, True, after
             return before.rstrip("\n")
-        lengths = range(min(len(END) - 1, len(before)), 0, -1)
-        kept = 0 if last else next((length for length in lengths if END.startswith(before[-length:])), 0)
-        sure = before[: len(before) - kept]
+        sure = before if last else before[: len(before) - begun_mark(before, END)]
         given = sure if last else sure.rstrip("\n")  # the lines before the mark are no part of it
         self._kept = before[len(given) :]
         return given
