@@ -20,11 +20,16 @@ MODELS = ROOT / "models"
 
 
 def cluster_config(drafters: int = 1) -> ClusterConfig:
-    """Target and drafters in fp32: a drafter for each of `drafters`, and the target itself as the last."""
+    """Target and drafters in fp32: a drafter for each of `drafters`, and the target itself as the last.
+
+    Drafting ahead is pinned: for a target so small it may never pay, and what is drafted is what these tests are about.
+    """
     small = DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=16)
     equal = DrafterConfig(model=MODELS / "target", dtype="float32", slots=16)
     return ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, max_sessions=16, queue=0),
+        router=RouterConfig(
+            listen="127.0.0.1:0", models={"target": MODELS / "target"}, max_sessions=16, queue=0, overlap=True
+        ),
         verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=16)],
         drafter=[small] * drafters + [equal],
     )
