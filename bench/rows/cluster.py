@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from bench.rows.engine_time import EngineTime, read_metric, read_page
@@ -35,9 +35,9 @@ class BenchCluster:
     ) -> None:
         """`pages`: addresses of the metrics pages, by the servers' names."""
         self.client = client
+        self.redis = redis
         self._pages = pages
         self._local = local
-        self._redis = redis
 
     @property
     def verifier_address(self) -> str:
@@ -47,11 +47,11 @@ class BenchCluster:
     @property
     def redis_url(self) -> str:
         """URL of the cluster's Redis."""
-        return self._redis.url
+        return self.redis.url
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of router, verifier, drafter and Redis, by name."""
-        return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self._redis.pid}
+        return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self.redis.pid}
 
     async def start(self, name: str) -> None:
         """Start a server again that has ended. Raises the errors of LocalCluster."""
@@ -79,16 +79,18 @@ class BenchCluster:
 
 
 @asynccontextmanager
-async def running(config: ClusterConfig, split: CoreSplit | None = None) -> AsyncIterator[BenchCluster]:
-    """Start a cluster with a new Redis, its processes pinned to the cores of `split`. Raises the errors of
-    LocalCluster."""
+async def running(
+    config: ClusterConfig, split: CoreSplit | None = None, redis: EmbeddedRedis | None = None
+) -> AsyncIterator[BenchCluster]:
+    """Start a cluster, its processes pinned to the cores of `split`, at the Redis of another cluster or at a new one.
+    Raises the errors of LocalCluster."""
     pages: dict[str, str] = {}
 
     def note_page(name: str, line: str) -> None:
         if found := _PAGE.search(line):
             pages[name] = found[1]
 
-    with EmbeddedRedis() as redis:
+    with EmbeddedRedis() if redis is None else nullcontext(redis) as redis:
         config = config.model_copy(update={"redis": RedisConfig(url=redis.url)})
         if split is None:
             cluster = LocalCluster(config, forward=note_page)
