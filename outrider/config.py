@@ -120,6 +120,7 @@ class RouterConfig(GrpcConfig):
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
+    adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
@@ -173,6 +174,8 @@ class VerifierConfig(WorkerConfig):
 
     dtype: WeightType = "bfloat16"  # a quantized target is another target
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
+    adapters: Path | None = None  # folder below which there are LoRA adapters of the model; None: there are none
+    max_adapters: int = Field(default=16, ge=1, le=1024)  # adapters that are kept in memory beside those in use
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
     heads: Path | None = None  # heads trained on the target, which draft from its hidden states

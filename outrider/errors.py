@@ -59,7 +59,7 @@ class Busy(OutriderError):
 
 
 class Conflict(OutriderError):
-    """The log already holds different tokens at a position, or the append would leave a gap."""
+    """What a session began with has changed: its log at a position, or the files of its adapter."""
 
 
 class Overloaded(OutriderError):

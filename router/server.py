@@ -17,6 +17,7 @@ from outrider.rpc.supervision import supervising
 from outrider.rpc.tickets import TicketSigner
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
+from outrider.store.adapters import NamedAdapters
 from outrider.store.client import connect
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
@@ -28,6 +29,7 @@ from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from router.api.adapters import AdapterDirectory
 from router.api.auth import ApiKeyAuthenticator, JudgedByKey, NoAuthentication
 from router.api.served_models import ServedModel, load_model
 from router.api.servicer import GenerateServicer
@@ -99,6 +101,7 @@ async def _serve(
             client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
         ),
         metrics=RouterMetrics(),
+        adapters=AdapterDirectory(models, NamedAdapters(client), worker_pool, config.adapter_loaders),
     )
     service = GenerateServicer(router)
     authenticator = ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()

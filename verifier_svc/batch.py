@@ -80,7 +80,7 @@ class SessionWork:
             follows = self.parents + [0 if parent < 0 else 1 + count + parent for parent in self.window.parents]
             mask = tree_mask(chain, [chain - 1 + parent for parent in follows])
             positions = self.start + mask.sum(axis=1) - 1
-        return Segment(session.kv_slot.slot, session.cached, tokens, positions, mask, self.outputs)
+        return Segment(session.kv_slot.slot, session.cached, tokens, positions, mask, self.outputs, session.adapter)
 
 
 @dataclass(slots=True)

@@ -128,7 +128,7 @@ class StepScheduler:
                 raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
             present.commits.fenced = True
             self.close(present)
-        kv_slot = self.slots.acquire(start.tokens, start.tenant, start.session_id)
+        kv_slot = self.slots.acquire(start.tokens, start.kv_scope, start.session_id)
         self._executor.prepare_slot(kv_slot)
         proposer = self._ngram_proposers.begin(start.tenant, start.contract)
         heads = self._head_proposer.open(start.contract, kv_slot, self._executor)
@@ -143,18 +143,27 @@ class StepScheduler:
         self.wake()
         return session
 
-    async def prefill(self, tokens: Sequence[int], tenant: str, known: Prefix = NOTHING) -> int:
+    async def prefill(
+        self,
+        tokens: Sequence[int],
+        tenant: str,
+        known: Prefix = NOTHING,
+        contract: Contract = PREFILL,
+        adapter: object | None = None,
+    ) -> int:
         """Prefills a text; its KV stays in a free slot. Returns how many tokens have KV. Raises as `open`.
 
-        `known`: the digest of a prefix of the tokens, as a token tree takes it.
+        `known`: the digest of a prefix of the tokens, as a token tree takes it; `contract`: PREFILL, with an adapter
+        where the text has one; `adapter`: that as the engine has loaded it.
         """
         if self.draining:
             raise Moved(SHUTTING_DOWN)
-        kv_slot = self.slots.acquire(tokens, tenant)
+        name = f"reading {secrets.token_hex(8)}"
+        start = SessionStart(name, tenant, 0, tokens, len(tokens), contract, OFF, 1, known, adapter=adapter)
+        kv_slot = self.slots.acquire(tokens, start.kv_scope)
         self._executor.prepare_slot(kv_slot)
         self._head_proposer.open(PREFILL, kv_slot, self._executor)
         self._feature_fuser.open(kv_slot, self._executor)
-        start = SessionStart(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), PREFILL, OFF, 1, known)
         session = PrefillSession(start, kv_slot, self._engine.vocabulary, self.hold_policy.patterns(greedy=True), None)
         self.sessions[session.id] = session
         self.wake()
@@ -181,7 +190,7 @@ class StepScheduler:
         session.broadcast.close()
         lost = self._engine.treeless and session in self._in_pass
         held = [] if lost else session.tokens[: session.cached]
-        self.slots.release(session.kv_slot.slot, held, session.tenant, session.id)
+        self.slots.release(session.kv_slot.slot, held, session.kv_scope, session.id)
         self._executor.release(session.kv_slot.slot, len(held))
         self.freed.set()
         self.wake()  # there may be memory for another session

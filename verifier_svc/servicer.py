@@ -21,14 +21,15 @@ from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.offload import offload_if_long
-from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb
+from outrider.rpc.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
 from outrider.telemetry.tracing import Attributes
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer
+from verifier_svc.adapters import AdapterStore
 from verifier_svc.router_stream import RouterStream
-from verifier_svc.scheduler import StepScheduler
+from verifier_svc.scheduler import PREFILL, StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
 MAX_WINDOW = 4096  # tokens beyond the durable position
@@ -56,6 +57,7 @@ class DecodeServicer(VerifierServicer):
         self._scheduler = scheduler
         self._stream_servicer = stream_servicer
         self._grammars = GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids)
+        self._adapters = AdapterStore(engine, config.adapters, config.max_adapters)
         self._slot_queue = asyncio.Lock()  # starts wait for a slot in this order
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
@@ -71,6 +73,8 @@ class DecodeServicer(VerifierServicer):
             answer = checked.tokens[checked.answer_position :]
             grammar = await asyncio.to_thread(self._grammars.start, checked.contract.grammar, answer)
             checked = replace(checked, grammar=grammar)
+        if checked.contract.adapter is not None:
+            checked = replace(checked, adapter=await self._adapters.get(checked.contract.adapter))
         session = await self._open(checked)
         self._stream_servicer.subscribe_waiting(session)
         return session
@@ -112,7 +116,20 @@ class DecodeServicer(VerifierServicer):
         """Prefills a text for a session that may have to move here."""
         async with errors_as_status(context):
             tokens, known = await offload_if_long(request.tokens, self._checked_text, request)
-            return pb.WarmResponse(cached=await self._scheduler.prefill(tokens, request.tenant, known))
+            terms = adapter_from_pb(request.adapter) if request.HasField("adapter") else None
+            contract = replace(PREFILL, adapter=terms)
+            adapter = await self._adapters.get(contract.adapter)
+            cached = await self._scheduler.prefill(tokens, request.tenant, known, contract, adapter)
+            return pb.WarmResponse(cached=cached)
+
+    async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context[Any, Any]) -> pb.ReadAdapterResponse:
+        """Reads an adapter."""
+        async with errors_as_status(context):
+            self._check_model(request.model)
+            found = await self._adapters.load(request.folder)
+            return pb.ReadAdapterResponse(
+                digest=bytes.fromhex(found.digest), rank=found.rank, parameters=found.parameters
+            )
 
     async def Watch(self, request: pb.WatchRequest, context: Context[Any, Any]) -> None:
         """Streams a session's steps until the session ends here."""
@@ -169,8 +186,7 @@ class DecodeServicer(VerifierServicer):
         return tokens, settled_prefix(tokens)
 
     def _check_text(self, start: pb.DecodeStart | pb.WarmRequest) -> None:
-        if start.model != self._config.model_name:
-            raise NotFound(f"model '{start.model}' is not here; this verifier holds '{self._config.model_name}'")
+        self._check_model(start.model)
         if start.tokenizer_digest != self._engine.tokenizer_digest:
             raise TokenizerMismatch(
                 f"tokenizer_digest: the router's tokenizer for '{start.model}' is not the checkpoint's own; "
@@ -179,6 +195,10 @@ class DecodeServicer(VerifierServicer):
         if not start.tokens:
             raise InvalidRequest("tokens", "a session needs at least one token")
         check_tokens(start.tokens, self._engine.vocabulary)
+
+    def _check_model(self, model: str) -> None:
+        if model != self._config.model_name:
+            raise NotFound(f"model '{model}' is not here; this verifier holds '{self._config.model_name}'")
 
     def _check(self, start: pb.DecodeStart) -> SessionStart:
         """Return the checked start. Takes time in proportion to its text, and may be called in any thread."""

@@ -48,6 +48,12 @@ class SessionStart:
     window: int  # tokens that may be committed beyond the durable position
     known: Prefix = NOTHING  # digest of a prefix of the tokens, computed outside the event loop's thread
     grammar: GrammarState | None = None  # of the contract, behind the tokens
+    adapter: object | None = None  # of the contract, as the engine has loaded it
+
+    @property
+    def kv_scope(self) -> str:
+        """Within what KV may be shared."""
+        return self.contract.kv_scope(self.tenant)
 
 
 class VerifierSession(DraftedSession):
@@ -70,6 +76,8 @@ class VerifierSession(DraftedSession):
         super().__init__(start.contract, SENDER)
         self.id = start.session_id
         self.tenant = start.tenant
+        self.kv_scope = start.kv_scope
+        self.adapter = start.adapter
         self.epoch = start.epoch
         self.answer_position = start.answer_position
         self.vocabulary = vocabulary

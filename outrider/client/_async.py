@@ -15,7 +15,7 @@ from outrider.client._connection import ConnectionOptions, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
 from outrider.client._tools import terms_of
-from outrider.client._types import Generation, Model, Session, StepTree
+from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
 from outrider.v1 import inference_pb2 as pb
@@ -158,6 +158,26 @@ class AsyncClient:
         """Return the models that are served now."""
         response = await self._router.ask("ListModels", pb.ListModelsRequest(), timeout)
         return [_wire.model_from_pb(model) for model in response.models]
+
+    async def load_adapter(
+        self, name: str, folder: str, *, model: str = "", timeout: float | None = None
+    ) -> ModelAdapter:
+        """Have all verifiers of a model load a low-rank adapter (LoRA); requests may name it as their model then.
+
+        `folder`: that of the adapter in PEFT's format, below the one in which the verifiers have their adapters. An
+        adapter that has the name already is replaced: sessions that have it keep the old one. `model`: empty for the
+        only one.
+
+        Raises Forbidden unless the routers' `adapter_loaders` name the tenant; NotFound where there is no such folder;
+        InvalidRequest for an adapter of another model, or of a kind that cannot be served; Unavailable without a
+        verifier.
+        """
+        request = pb.LoadAdapterRequest(name=name, folder=folder, model=model)
+        return _wire.adapter_from_pb(await self._router.ask("LoadAdapter", request, timeout))
+
+    async def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Take an adapter's name away. Sessions that have it go on. Raises Forbidden as `load_adapter`; NotFound."""
+        await self._router.ask("UnloadAdapter", pb.UnloadAdapterRequest(name=name), timeout)
 
     async def check_key(self, api_key: str, *, timeout: float | None = None) -> str:
         """Return the tenant of a key, which need not be the client's own; empty where callers need no key.

@@ -15,7 +15,7 @@ from outrider.client._async import AsyncClient
 from outrider.client._connection import ConnectionOptions
 from outrider.client._router import RETRIES
 from outrider.client._stream import AsyncStream
-from outrider.client._types import Chunk, Generation, Model, Session
+from outrider.client._types import Chunk, Generation, Model, ModelAdapter, Session
 from outrider.client._wire import Options
 from outrider.errors import Cancelled
 
@@ -103,6 +103,14 @@ class Client:
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the models that are served now."""
         return self._thread.run(lambda: self._client.models(timeout=timeout))
+
+    def load_adapter(self, name: str, folder: str, *, model: str = "", timeout: float | None = None) -> ModelAdapter:
+        """Have all verifiers of a model load a low-rank adapter; see `AsyncClient.load_adapter`."""
+        return self._thread.run(lambda: self._client.load_adapter(name, folder, model=model, timeout=timeout))
+
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Take an adapter's name away; see `AsyncClient.unload_adapter`."""
+        self._thread.run(lambda: self._client.unload_adapter(name, timeout=timeout))
 
     def close(self) -> None:
         """End the streams that still run, on the server too, and disconnect. Closing twice is allowed."""

@@ -209,6 +209,18 @@ class StepTree:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelAdapter:
+    """A low-rank adapter (LoRA), which requests name as their model: NAME or MODEL:NAME."""
+
+    name: str
+    model: str
+    folder: str  # below the verifiers' folder of adapters
+    digest: bytes  # of its files
+    rank: int  # the largest one
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model that is served now."""
 
@@ -219,3 +231,4 @@ class Model:
     verifiers: int
     drafters: int
     misfits: tuple[str, ...] = ()  # drafters that cannot draft for it, each with the reason
+    adapters: tuple[ModelAdapter, ...] = ()  # that requests may name, by name

@@ -9,7 +9,17 @@ from typing import Any, TypedDict, Unpack
 
 from outrider.client._grammar import grammar_of
 from outrider.client._tools import calls_json, tools_of
-from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
+from outrider.client._types import (
+    Chunk,
+    FinishReason,
+    Model,
+    ModelAdapter,
+    Session,
+    StepNode,
+    StepTree,
+    TokenLogprobs,
+    Usage,
+)
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
 from outrider.core.tree.score_codec import edge_from_code
@@ -287,4 +297,17 @@ def model_from_pb(message: pb.Model) -> Model:
         verifiers=message.verifiers,
         drafters=message.drafters,
         misfits=tuple(map(printable, message.misfits)),
+        adapters=tuple(map(adapter_from_pb, message.adapters)),
+    )
+
+
+def adapter_from_pb(message: pb.ModelAdapter) -> ModelAdapter:
+    """Return the adapter of a message."""
+    return ModelAdapter(
+        name=message.name,
+        model=message.model,
+        folder=message.folder,
+        digest=message.digest,
+        rank=message.rank,
+        parameters=message.parameters,
     )

@@ -18,7 +18,11 @@ from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from outrider.engine.adapters.low_rank import LowRankAdapter
 
 Numerics = Literal["fast", "invariant"]
 Dtype = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # of the layers' linears
@@ -95,6 +99,14 @@ class Engine(Traits, ABC):
         tokens lead to, from a segment's first row on, which is what a verifier needs.
         """
         return HostLogits(self.forward(segments))
+
+    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        """Return an adapter for segments, and what was read. May be called while a pass runs, from any thread.
+
+        The adapter is dropped with the last reference to it. Raises CheckpointError; ConfigError where the engine has
+        no adapters.
+        """
+        raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the native backend on a CPU")
 
     def hidden(self) -> Tensor:
         """Return the features of the last pass, valid until the next one: [rows, width * parts] float32.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.client import Options
@@ -24,7 +24,7 @@ from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, Ten
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import Prompt, streams
 from outrider.gateway.respond import answer, unless_gone
-from outrider.gateway.schema import Chat, Completion, GenerationForm
+from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, UnloadAdapter
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.gateway.traces import linked
 from outrider.rpc.certificate_expiry import CertificateExpiry
@@ -78,14 +78,30 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     @app.get("/v1/models")
     async def models(request: Request) -> Json:
         listed = await clients.client(request).models(timeout=config.timeout_s)
-        return {"object": "list", "data": [serialize.model(entry) for entry in listed]}
+        return {"object": "list", "data": serialize.models(listed)}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Json:
-        for entry in await clients.client(request).models(timeout=config.timeout_s):
-            if entry.name == name:
-                return serialize.model(entry)
+        for entry in serialize.models(await clients.client(request).models(timeout=config.timeout_s)):
+            if entry["id"] == name:
+                return entry
         raise NotFound(f"model {name!r} is not served here")
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(
+        parsed: Annotated[LoadAdapter, Depends(read_body(LoadAdapter))], request: Request
+    ) -> PlainTextResponse:
+        client, timeout = clients.client(request), config.timeout_s
+        name, folder, model = parsed.lora_name, parsed.lora_path, parsed.base_model_name
+        loaded = await client.load_adapter(name, folder, model=model, timeout=timeout)
+        return PlainTextResponse(f"Success: adapter '{loaded.name}' of {loaded.model} is loaded.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(
+        parsed: Annotated[UnloadAdapter, Depends(read_body(UnloadAdapter))], request: Request
+    ) -> PlainTextResponse:
+        await clients.client(request).unload_adapter(parsed.lora_name, timeout=config.timeout_s)
+        return PlainTextResponse(f"Success: adapter '{parsed.lora_name}' is unloaded.")
 
     @app.get(HEALTH)
     async def health() -> Json:

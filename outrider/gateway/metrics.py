@@ -11,7 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.telemetry.lag import loop_lag
 from outrider.telemetry.metrics import histogram, register_metric
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health")
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/health",
+)
 GONE = "499"  # nginx's status for a client that disconnects before the answer
 
 

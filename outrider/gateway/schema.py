@@ -206,6 +206,21 @@ class Completion(GenerationForm):
         return self
 
 
+class LoadAdapter(RequestBody):
+    """The body of /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str  # the adapter's folder, below the one in which the verifiers have theirs
+    base_model_name: str = ""  # empty: the only model
+    load_inplace: bool = False  # an adapter of that name is replaced in any case
+
+
+class UnloadAdapter(RequestBody):
+    """The body of /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+
+
 class TextPart(RequestBody):
     """A part of a message."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
-from outrider.client import FinishReason, Generation, Model, TokenLogprobs
+from outrider.client import FinishReason, Generation, Model, ModelAdapter, TokenLogprobs
 from outrider.core.tools.answer_reader import AnswerReader
 from outrider.core.tools.call_reader import REASONING, CallPiece
 
@@ -204,6 +204,24 @@ def model(entry: Model) -> Json:
         "owned_by": "outrider",
         "context_window": entry.context,
     }
+
+
+def adapter(entry: ModelAdapter, context: int) -> Json:
+    """Return an adapter's entry of /v1/models: `parent` is its model, `root` its folder."""
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "outrider",
+        "context_window": context,
+        "root": entry.folder,
+        "parent": entry.model,
+    }
+
+
+def models(entries: Sequence[Model]) -> list[Json]:
+    """Return the entries of /v1/models: models, and each one's adapters behind it."""
+    return [it for entry in entries for it in (model(entry), *(adapter(one, entry.context) for one in entry.adapters))]
 
 
 def envelope(kind: str, id_: str, model: str, created: int, choices: Sequence[Json], **more: Any) -> Json:

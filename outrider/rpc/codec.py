@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance.draft_distribution import LARGEST_WEIGHT, MAX_TOKENS, SparseRow
-from outrider.core.session.contract import Contract, Grammar, Plan, SentTerms, StepReport
+from outrider.core.session.contract import Adapter, Contract, Grammar, Plan, SentTerms, StepReport
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.errors import InvalidRequest
@@ -40,8 +40,8 @@ _figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fi
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
     """Return the contract's message."""
     values = {name: getattr(contract, name) for name in _CONTRACT}
-    grammar = grammar_to_pb(contract.grammar)
-    return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias), "grammar": grammar})
+    messages = {"grammar": grammar_to_pb(contract.grammar), "adapter": adapter_to_pb(contract.adapter)}
+    return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias)} | messages)
 
 
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
@@ -49,7 +49,8 @@ def contract_from_pb(message: types_pb2.Contract) -> Contract:
     values = {name: getattr(message, name) for name in _CONTRACT}
     logprobs = message.logprobs if message.HasField("logprobs") else None
     grammar = grammar_from_pb(message.grammar) if message.HasField("grammar") else None
-    return Contract(**values | {"logprobs": logprobs, "grammar": grammar})
+    adapter = adapter_from_pb(message.adapter) if message.HasField("adapter") else None
+    return Contract(**values | {"logprobs": logprobs, "grammar": grammar, "adapter": adapter})
 
 
 def grammar_to_pb(grammar: Grammar | None) -> types_pb2.Grammar | None:
@@ -60,6 +61,16 @@ def grammar_to_pb(grammar: Grammar | None) -> types_pb2.Grammar | None:
 def grammar_from_pb(message: types_pb2.Grammar) -> Grammar:
     """Return the grammar. Raises InvalidRequest."""
     return Grammar(message.kind, message.text)
+
+
+def adapter_to_pb(adapter: Adapter | None) -> types_pb2.Adapter | None:
+    """Return an adapter's message."""
+    return None if adapter is None else types_pb2.Adapter(folder=adapter.folder, digest=bytes.fromhex(adapter.digest))
+
+
+def adapter_from_pb(message: types_pb2.Adapter) -> Adapter:
+    """Return the adapter. Raises InvalidRequest."""
+    return Adapter(message.folder, message.digest.hex())
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.core.session.contract import OFF, Adapter, Contract, Grammar, Plan
 from outrider.core.session.digest import EMPTY
 from outrider.errors import InternalError
 from outrider.store.client import decoding, load_object
@@ -104,12 +104,17 @@ def load_turn(blob: bytes) -> SessionTurn | None:
     values = load_object(blob, what := "a session's turn")
     with decoding(what):
         return SessionTurn(
-            contract=Contract(**values["contract"]),
+            contract=_load_contract(values["contract"]),
             stops=tuple(map(str, values["stops"])),
             answer_position=int(values["answer_position"]),
             deadline=None if values["deadline"] is None else float(values["deadline"]),
             request=str(values["request"]),
         )
+
+
+def _load_contract(values: dict[str, Any]) -> Contract:
+    grammar, adapter = values.pop("grammar", None), values.pop("adapter", None)
+    return Contract(**values, grammar=grammar and Grammar(**grammar), adapter=adapter and Adapter(**adapter))
 
 
 def dump(record: SessionRecord) -> dict[str, str | bytes]:

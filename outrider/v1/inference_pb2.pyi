@@ -383,7 +383,7 @@ class CheckKeyResponse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "context", "vocabulary", "tokenizer_digest", "verifiers", "drafters", "misfits")
+    __slots__ = ("name", "context", "vocabulary", "tokenizer_digest", "verifiers", "drafters", "misfits", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -391,6 +391,7 @@ class Model(_message.Message):
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     MISFITS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context: int
     vocabulary: int
@@ -398,4 +399,41 @@ class Model(_message.Message):
     verifiers: int
     drafters: int
     misfits: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., context: _Optional[int] = ..., vocabulary: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., verifiers: _Optional[int] = ..., drafters: _Optional[int] = ..., misfits: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[ModelAdapter]
+    def __init__(self, name: _Optional[str] = ..., context: _Optional[int] = ..., vocabulary: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., verifiers: _Optional[int] = ..., drafters: _Optional[int] = ..., misfits: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[_Union[ModelAdapter, _Mapping]]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "folder", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ModelAdapter(_message.Message):
+    __slots__ = ("name", "model", "folder", "digest", "rank", "parameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    folder: str
+    digest: bytes
+    rank: int
+    parameters: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., folder: _Optional[str] = ..., digest: _Optional[bytes] = ..., rank: _Optional[int] = ..., parameters: _Optional[int] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

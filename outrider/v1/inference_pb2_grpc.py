@@ -81,6 +81,16 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/outrider.v1.Inference/LoadAdapter',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.ModelAdapter.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/outrider.v1.Inference/UnloadAdapter',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.CheckKey = channel.unary_unary(
                 '/outrider.v1.Inference/CheckKey',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.SerializeToString,
@@ -156,6 +166,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a low-rank adapter (LoRA) on all verifiers of its model; from then on requests may name it as their model.
+        PERMISSION_DENIED for tenants that may not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter's name away; sessions that have it go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckKey(self, request, context):
         """Succeeds if the caller's API key is accepted, and does nothing else. Gateways judge their callers' keys by it.
         """
@@ -210,6 +235,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.ModelAdapter.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'CheckKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckKey,
@@ -461,6 +496,60 @@ class Inference:
             '/outrider.v1.Inference/ListModels',
             outrider_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/LoadAdapter',
+            outrider_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.ModelAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/UnloadAdapter',
+            outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

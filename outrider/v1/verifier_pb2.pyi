@@ -69,16 +69,36 @@ class DecodeStart(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ..., handle: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WarmRequest(_message.Message):
-    __slots__ = ("model", "tokenizer_digest", "tokens", "tenant")
+    __slots__ = ("model", "tokenizer_digest", "tokens", "tenant", "adapter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_digest: bytes
     tokens: _containers.RepeatedScalarFieldContainer[int]
     tenant: str
-    def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    adapter: _types_pb2.Adapter
+    def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[_Union[_types_pb2.Adapter, _Mapping]] = ...) -> None: ...
+
+class ReadAdapterRequest(_message.Message):
+    __slots__ = ("model", "folder")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    folder: str
+    def __init__(self, model: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class ReadAdapterResponse(_message.Message):
+    __slots__ = ("digest", "rank", "parameters")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    rank: int
+    parameters: int
+    def __init__(self, digest: _Optional[bytes] = ..., rank: _Optional[int] = ..., parameters: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -51,6 +51,11 @@ class VerifierStub:
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.WatchRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_types__pb2.StepTree.FromString,
                 _registered_method=True)
+        self.ReadAdapter = channel.unary_unary(
+                '/outrider.v1.Verifier/ReadAdapter',
+                request_serializer=outrider_dot_v1_dot_verifier__pb2.ReadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_verifier__pb2.ReadAdapterResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/outrider.v1.Verifier/Describe',
                 request_serializer=outrider_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
@@ -84,6 +89,13 @@ class VerifierServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAdapter(self, request, context):
+        """Reads the files of an adapter, again if need be, so that sessions may have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Describes this verifier: its model, capacity and state.
         """
@@ -108,6 +120,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.WatchRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_types__pb2.StepTree.SerializeToString,
+            ),
+            'ReadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_verifier__pb2.ReadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_verifier__pb2.ReadAdapterResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -197,6 +214,33 @@ class Verifier:
             '/outrider.v1.Verifier/Watch',
             outrider_dot_v1_dot_verifier__pb2.WatchRequest.SerializeToString,
             outrider_dot_v1_dot_types__pb2.StepTree.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Verifier/ReadAdapter',
+            outrider_dot_v1_dot_verifier__pb2.ReadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_verifier__pb2.ReadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from outrider.core.sampling.logprobs import unpack
 from outrider.core.session.contract import Contract
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
+from outrider.store.adapters import NamedAdapter
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -24,6 +25,18 @@ _REASONS = {
     EndReason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
     EndReason.FAILED: types_pb2.FINISH_REASON_FAILED,
 }
+
+
+def adapter_to_pb(named: NamedAdapter) -> pb.ModelAdapter:
+    """Return the message for an adapter that requests may name."""
+    return pb.ModelAdapter(
+        name=named.name,
+        model=named.model,
+        folder=named.adapter.folder,
+        digest=bytes.fromhex(named.adapter.digest),
+        rank=named.rank,
+        parameters=named.parameters,
+    )
 
 
 def event_to_pb(

@@ -18,6 +18,7 @@ from outrider.rpc.codec import check_tokens, grammar_from_pb
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
+from router.api.adapters import RequestedModel
 from router.api.chat_template import TemplateMessage
 from router.api.served_models import ServedModel
 from router.scheduling.fair_queue import QueueClass
@@ -102,10 +103,11 @@ def parse(
     *,
     tenant: str = "",
     longest_context: Callable[[str], int] = lambda model: 0,
+    requested: RequestedModel | None = None,
 ) -> GenerateParams:
     """Check a tenant's request and fill in defaults. `session` is the session that it continues; `priors` returns the
     acceptance priors that its policy starts with; `longest_context` that of a model's verifiers, or 0 if it is not
-    known.
+    known; `requested` is what its `model` means, if not a model.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of another
     tokenizer.
@@ -115,15 +117,12 @@ def parse(
         raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
     if len(request.messages) > MAX_MESSAGES:
         raise InvalidRequest("messages", f"are {len(request.messages)}, must be at most {MAX_MESSAGES}")
-    if session and request.model not in ("", session.model):
-        raise InvalidRequest(
-            "model", f"is {request.model!r}, but session {session.session_id} is for {session.model!r}"
-        )
-    model = find_model(session.model if session else request.model, models)
+    requested = _of_session(requested or RequestedModel(request.model), session)
+    model = find_model(requested.name, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     tools = _tools(request, model)
-    contract = _contract(request.sampling, request.acceptance, model, tools)
+    contract = replace(_contract(request.sampling, request.acceptance, model, tools), adapter=requested.adapter)
     known = priors(model, contract) if priors is not None else None
     context = longest_context(model.name)
     return GenerateParams(
@@ -186,6 +185,24 @@ def find_model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
         there = ", ".join(sorted(models))
         raise NotFound(f"model {name!r} is not served here; there are: {there}" if name else f"name one of: {there}")
     return models[name]
+
+
+def _of_session(requested: RequestedModel, session: SessionRecord | None) -> RequestedModel:
+    """Return model and adapter of a generation. Raises InvalidRequest where its session has others."""
+    if session is None:
+        return requested
+    adapter = session.turn.contract.adapter if session.turn is not None else requested.adapter
+    if not requested.name:
+        return RequestedModel(session.model, adapter)
+    if requested.name != session.model:
+        raise InvalidRequest(
+            "model", f"is {requested.name!r}, but session {session.session_id} is for {session.model!r}"
+        )
+    if requested.adapter != adapter:
+        raise InvalidRequest(
+            "model", f"has another adapter than session {session.session_id}, or another version of it"
+        )
+    return requested
 
 
 def _priority(value: int) -> QueueClass:

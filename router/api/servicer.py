@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.errors import Moved, NotFound, Superseded
+from outrider.errors import InvalidRequest, Moved, NotFound, Superseded
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.store.sessions import SessionRecord
@@ -22,7 +22,7 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
 from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
 from router.api.auth import caller_tenant
-from router.api.messages import PADDED_BYTES, event_to_pb, pad, session_to_pb
+from router.api.messages import PADDED_BYTES, adapter_to_pb, event_to_pb, pad, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
 from router.reporting.request_metrics import RequestMetrics
@@ -67,6 +67,7 @@ class GenerateServicer(InferenceServicer):
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
             session = await self._find_session(tenant, request.session_id)
+            requested = await self._router.adapters.resolve(request.model)
             params = parse(
                 request,
                 self._router.models,
@@ -75,6 +76,7 @@ class GenerateServicer(InferenceServicer):
                 self._router.warm_start.priors,
                 tenant=tenant,
                 longest_context=self._router.worker_pool.longest_context,
+                requested=requested,
             )
             metrics.on_parsed(params)
             session_id, route = request.session_id, self._route(request.route)
@@ -145,7 +147,12 @@ class GenerateServicer(InferenceServicer):
         """Create an empty session."""
         async with errors_as_status(context):
             tenant = caller_tenant()
-            model = find_model(request.model, self._router.models)
+            requested = await self._router.adapters.resolve(request.model)
+            if requested.adapter is not None:
+                raise InvalidRequest(
+                    "model", "is an adapter, which a session gets with its first generation; create it for the model"
+                )
+            model = find_model(requested.name, self._router.models)
             session_id = secrets.token_hex(16)
             await self._router.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
             await self._router.sessions.create(session_id, tenant, model.name, model.digest)
@@ -183,7 +190,26 @@ class GenerateServicer(InferenceServicer):
         """List the models that have a verifier."""
         async with errors_as_status(context):
             listed = [await self._describe(model) for model in self._router.models.values()]
+            for named in await self._router.adapters.listed():
+                of_model = (model for model in listed if model.name == named.model)
+                next(of_model).adapters.append(adapter_to_pb(named))
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context[Any, Any]) -> pb.ModelAdapter:
+        """Load an adapter, for requests from then on."""
+        async with errors_as_status(context):
+            model = find_model(request.model, self._router.models)
+            return adapter_to_pb(
+                await self._router.adapters.load(caller_tenant(), request.name, request.folder, model.name)
+            )
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: Context[Any, Any]
+    ) -> pb.UnloadAdapterResponse:
+        """Take an adapter's name away."""
+        async with errors_as_status(context):
+            await self._router.adapters.unload(caller_tenant(), request.name)
+            return pb.UnloadAdapterResponse()
 
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Context[Any, Any]) -> pb.CheckKeyResponse:
         """Return the tenant of the caller's key, which was judged before."""

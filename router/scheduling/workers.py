@@ -133,12 +133,12 @@ class WorkerPool:
     def _verifiers_of(self, model: str) -> list[Worker]:
         return [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
 
-    def rank_verifiers(
-        self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], tenant: str
-    ) -> list[Worker]:
-        """Return verifiers in the order in which a tenant's session over these tokens is to try them; `holder` has its
-        KV."""
-        keys = prefix_keys(tokens, tenant) if len(workers) > 1 else []
+    def rank_verifiers(self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], scope: str) -> list[Worker]:
+        """Return verifiers in the order in which a session over these tokens is to try them; `holder` has its KV.
+
+        `scope`: within what its KV may be shared, as `Contract.kv_scope` returns it.
+        """
+        keys = prefix_keys(tokens, scope) if len(workers) > 1 else []
         return order_candidates([self._candidate(worker, holder, keys) for worker in workers], len(tokens))
 
     def add_session(self, worker: Worker) -> None:

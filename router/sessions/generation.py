@@ -58,7 +58,9 @@ class OwnedGeneration:
         self._response = opened.response
         self._stream: DecodeStream | None = None
         self._kv_holder = opened.record.verifier  # worker id of the verifier that has its KV
-        self._standby = Standby(router, opened.model, self.tenant) if router.config.standby else None
+        self._standby = (
+            Standby(router, opened.model, self.tenant, opened.turn.contract.adapter) if router.config.standby else None
+        )
         self._waiting: asyncio.Task[None] | None = None  # the wait between two verifier streams
         self._started = False
         self._halted: EndReason | OutriderError | None = None  # why `run` has to stop early

@@ -19,6 +19,7 @@ from outrider.store.registry import Worker
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
 from outrider.store.tenant_storage import TenantStorage, generation_bytes
+from router.api.adapters import AdapterDirectory
 from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
 from router.api.served_models import ServedModel
 from router.background import BackgroundTasks
@@ -54,6 +55,7 @@ class RouterContext:
     sample_writer: SampleWriter
     storage: TenantStorage
     metrics: RouterMetrics
+    adapters: AdapterDirectory
     turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
 
     def owner(self) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import grpc.aio
 
+from outrider.core.session.contract import Adapter
 from outrider.errors import OutriderError
+from outrider.rpc.codec import adapter_to_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
 from outrider.v1 import verifier_pb2
@@ -30,11 +32,12 @@ log = logging.getLogger(__name__)
 class Standby:
     """The standby of one session. It reads durable tokens in the background and never blocks or fails the session."""
 
-    def __init__(self, router: RouterContext, model: ServedModel, tenant: str) -> None:
+    def __init__(self, router: RouterContext, model: ServedModel, tenant: str, adapter: Adapter | None = None) -> None:
         self.holder = ""  # worker id of the verifier that has the KV; "": none yet
         self._router = router
         self._model = model
         self._tenant = tenant
+        self._adapter = adapter
         self._read_tokens = 0  # tokens that the standby has read
         self._retry_at = 0.0
         self._serving: Worker  # the verifier that decodes the session
@@ -73,7 +76,11 @@ class Standby:
     async def _warm(self, worker: Worker, tokens: tuple[int, ...]) -> None:
         model = self._model
         request = verifier_pb2.WarmRequest(
-            model=model.name, tokenizer_digest=model.digest, tokens=tokens, tenant=self._tenant
+            model=model.name,
+            tokenizer_digest=model.digest,
+            tokens=tokens,
+            tenant=self._tenant,
+            adapter=adapter_to_pb(self._adapter),
         )
         await VerifierStub(self._router.worker_pool.channel(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
         self.holder, self._read_tokens, self._retry_at = worker.worker_id, len(tokens), 0.0

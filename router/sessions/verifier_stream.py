@@ -37,7 +37,9 @@ async def open_stream(
         token_log.tokens, opened.turn.contract, await matching_verifiers(router, opened.model), opened.response.start
     )
     refusal: OutriderError | None = None
-    for worker in worker_pool.rank_verifiers(workers, kv_holder, token_log.tokens, opened.record.tenant):
+    for worker in worker_pool.rank_verifiers(
+        workers, kv_holder, token_log.tokens, contract.kv_scope(opened.record.tenant)
+    ):
         worker_pool.add_session(worker)
         began = time.monotonic()
         try:

@@ -25,6 +25,8 @@ REQUESTS: dict[str, Any] = {
     "CloseSession": pb.CloseSessionRequest(session_id="0" * 32),
     "Watch": pb.WatchSessionRequest(session_id="nobody"),
     "ListModels": pb.ListModelsRequest(),
+    "LoadAdapter": pb.LoadAdapterRequest(name="sql", folder="sql"),
+    "UnloadAdapter": pb.UnloadAdapterRequest(name="sql"),
     "CheckKey": pb.CheckKeyRequest(),
     "Answers": pb.AnswersRequest(),
 }

@@ -11,11 +11,12 @@ import numpy as np
 import redis
 
 from outrider.core.control.goodput import AcceptancePriors
-from outrider.core.session.contract import Contract
+from outrider.core.session.contract import Adapter, Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of
 from outrider.store.acceptance_priors import share
 from outrider.store.acl import AclRole
+from outrider.store.adapters import NamedAdapter, NamedAdapters
 from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry, Worker
@@ -31,6 +32,7 @@ VERIFIER = Worker("v1", "verifier", "127.0.0.1:7071", "target", b"digest", 4096,
 DRAFTER = replace(VERIFIER, worker_id="d1", role="drafter")
 TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), 4, None)
 PROMPT = [5, 6, 7, 8]
+ADAPTER = NamedAdapter("sql", "target", Adapter("sql-2", "d0" * 16), 8, 1000)
 VERSION = Version(1, "/versions/00001", "ab", "target", "cd", "ef")
 
 
@@ -40,6 +42,11 @@ async def router(client: Client, admin: Client) -> None:
     await _expired(admin)
     await Registry(client).workers()
     await Keys(client).find((await Keys(admin).add("acme"))[0])
+    adapters = NamedAdapters(client)
+    await adapters.add(ADAPTER)
+    assert await adapters.find("sql") == ADAPTER
+    assert await adapters.listed() == [ADAPTER]
+    await adapters.remove("sql")
     for _ in range(2):
         learn(priors := AcceptancePriors(), 3)
         await share(client, "target:drafter:hot", priors)

@@ -179,6 +179,10 @@ def router(
     resume_ttl_s: Annotated[
         float | None, typer.Option(help="Seconds that a broken-off generation can be resumed. [default: 60]")
     ] = None,
+    adapter_loaders: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TENANT", help="This tenant may load and unload adapters; *: all. May be repeated."),
+    ] = None,
     teaches: Annotated[
         list[str] | None,
         typer.Option(metavar="TENANT", help="Drafters may learn from this tenant's texts; *: all. May be repeated."),
@@ -240,6 +244,12 @@ def verifier(
     drain_s: Drain = None,
     max_nodes: Annotated[
         int | None, typer.Option(help="Tree nodes in a step, over all sessions. [default: 64]")
+    ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Folder below which there are LoRA adapters of the model.")
+    ] = None,
+    max_adapters: Annotated[
+        int | None, typer.Option(help="Adapters kept in memory beside those in use. [default: 16]")
     ] = None,
     lookup: Annotated[
         str | None,

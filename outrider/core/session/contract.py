@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -34,6 +35,8 @@ MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_GRAMMAR = 2**17  # characters
+MAX_FOLDER = 200  # characters of an adapter's folder
+ADAPTER_DIGEST = re.compile("[0-9a-f]{32}")
 
 # Filters and temperatures beyond these leave a text that shows little of others: a single token is left to choose,
 # or the shared noise alone chooses, whatever the models predict. See `Contract.representative`.
@@ -58,6 +61,20 @@ class Grammar:
             raise InvalidRequest("grammar.kind", f"is {reprlib.repr(self.kind)}, must be one of {', '.join(kinds)}")
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest("grammar.text", f"has {len(self.text)} characters, must have at most {MAX_GRAMMAR}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter of the model, in the version that its digest names. Raises InvalidRequest for other values."""
+
+    folder: str  # below the folder in which verifiers have their adapters
+    digest: str  # of its files, in hexadecimal
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.folder) <= MAX_FOLDER:
+            raise InvalidRequest("adapter.folder", f"has {len(self.folder)} characters, must have 1 to {MAX_FOLDER}")
+        if not ADAPTER_DIGEST.fullmatch(self.digest):
+            raise InvalidRequest("adapter.digest", "must be 16 bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,7 @@ class Contract:
     typical_epsilon: float = 0.09  # of typical acceptance: upper threshold
     typical_delta: float = 0.3  # of typical acceptance: factor of the entropy's threshold
     grammar: Grammar | None = None  # what the answer has to be; None: anything
+    adapter: Adapter | None = None  # that the target has for this session; None: the model as it is
     logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
 
     def __post_init__(self) -> None:
@@ -183,14 +201,19 @@ class Contract:
 
         It does not where the caller decides what drafts are worth: by penalties, biases and lists of ids, by stop ids
         that `min_tokens` bans, by filters or a temperature that leave one choice or any, and by a lossy rule, whose
-        thresholds may accept everything. Filters change nothing of greedy decoding.
+        thresholds may accept everything. Filters change nothing of greedy decoding. Nor does it where the target has
+        an adapter, which drafters do not know.
         """
         filtered = (
             0 < self.top_k < MIN_USUAL_TOP_K or self.top_p < MIN_USUAL_TOP_P or self.min_p > MAX_USUAL_MIN_P
         ) and not self.greedy
         bans_stops = bool(self.min_tokens and self.stop_ids)
         hot = self.temperature > MAX_USUAL_TEMPERATURE
-        return not (self.restricts or bans_stops or filtered or hot or self.lossy)
+        return not (self.restricts or self.adapter or bans_stops or filtered or hot or self.lossy)
+
+    def kv_scope(self, tenant: str) -> str:
+        """Return within what the KV of a tenant's texts may be shared: those of one tenant with the same adapter."""
+        return tenant if self.adapter is None else f"{tenant}\0{self.adapter.digest}"
 
     def own_or_shared(self, shared: EstimatesT) -> EstimatesT:
         """Return the estimates that a session under this contract uses and updates: the shared ones, or a copy of its

@@ -223,13 +223,14 @@ class Weights:
     Each array is a memory map that ends with the array, so that memory holds only the tensors in use.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
-        """Read the headers of all files; calls `progress` with the fraction of bytes read. Raises CheckpointError."""
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None, *, single: str = SINGLE) -> None:
+        """Read the headers of all files; calls `progress` with the fraction of bytes read. `single`: the name of the
+        file where there is but one. Raises CheckpointError."""
         self._stored: dict[str, _Stored] = {}  # by tensor
         self._progress = progress
         self._taken = self._total = 0
         index = folder / INDEX
-        shards = [folder / SINGLE]
+        shards = [folder / single]
         if index.exists():
             listed = read_json(index).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -250,6 +251,10 @@ class Weights:
     def files(self) -> dict[str, Path]:
         """The file of each tensor, by its name."""
         return {name: stored.file for name, stored in self._stored.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is one of `files`."""
+        return self._stored[name].shape
 
     def finish(self) -> None:
         """Call `progress` with 1: the bytes that were not read are headers and unused tensors."""

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
+from outrider.engine.adapters.low_rank import LowRankAdapter, read_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.cpu.adapter import pack_adapter
 from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.eager.int4 import check_int4_shape
 from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
@@ -29,7 +31,7 @@ from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import BestTokens, Logits
 from outrider.engine.ranks.group import ALONE, SingleRank
 from outrider.engine.ranks.socket_group import SocketGroup
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,10 +61,13 @@ class CpuEngine(Engine):
         features: Features | None,
         group: SocketGroup | SingleRank = ALONE,
         bounded: bool = False,
+        kept: Sequence[int],
+        complete: ModelConfig,
     ) -> None:
         """Make an engine over a compiled model with all of its weights.
 
-        `config`: the shape of this rank's part; `bounded`: memory for KV is less than all slots together could take.
+        `config`: the shape of this rank's part; `bounded`: memory for KV is less than all slots together could take;
+        `kept`: the layers of the checkpoint that it has; `complete`: the checkpoint's own shape.
         """
         sizes = model.sizes()
         super().__init__(
@@ -89,7 +94,9 @@ class CpuEngine(Engine):
         self._model = model
         self._bounded = bounded
         self._group = group
-        self._width = config.width
+        self._config = config
+        self._kept = kept
+        self._complete = complete
         self._logits = np.empty(0, np.float32)  # buffer of `sample`
         self._hidden = np.empty((0, 0), np.float32)
 
@@ -148,6 +155,8 @@ class CpuEngine(Engine):
             features=features,
             group=group,
             bounded=kv_memory is not None,
+            kept=kept,
+            complete=config,
         )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -183,7 +192,7 @@ class CpuEngine(Engine):
         wanted, hidden = self.features, None
         if wanted is not None:
             rows = sum(len(it.tokens) if wanted.all_rows else _outputs(it) for it in segments)
-            hidden = np.empty((rows, wanted.parts * self._width), np.float32)
+            hidden = np.empty((rows, wanted.parts * self._config.width), np.float32)
         try:
             self._model.run(segments, draws, best, walks, logits, tokens, scores, hidden)
         except ValueError:
@@ -194,6 +203,13 @@ class CpuEngine(Engine):
             raise self._group.lost(str(error)) from error
         if hidden is not None:
             self._hidden = hidden
+
+    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        if self._group.shard.of > 1:
+            raise ConfigError("adapters: a model that several ranks share has none yet; serve it on one rank")
+        adapter = read_adapter(folder, self._complete)
+        dtype = "float32" if self.dtype == "float32" else "bfloat16"
+        return pack_adapter(adapter, self._config, self._kept, dtype), adapter
 
     def hidden(self) -> Tensor:
         import torch  # only callers that use features need torch

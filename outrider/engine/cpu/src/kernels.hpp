@@ -51,6 +51,7 @@ struct Output {
   float* data;
   size_t stride;  // floats from row to row
   int outputs;    // of a row; none beyond them is written
+  const float* const* added = nullptr;  // what is added to a row's outputs, in the order of the panels; null: nothing
 };
 
 // Some queries of one segment over one head's keys and values.

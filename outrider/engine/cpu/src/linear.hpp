@@ -41,9 +41,10 @@ struct Array {
 class PackedLinear : public Linear {
  public:
   PackedLinear() = default;
-  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased) {
+  // `unit`: inputs are padded to a multiple of it; a float32 or bfloat16 may have 32.
+  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased, int unit = INPUTS) {
     kind = kind_, outputs = outputs_, inputs = inputs_;
-    padded = (inputs + INPUTS - 1) / INPUTS * INPUTS;
+    padded = (inputs + unit - 1) / unit * unit;
     panels = (outputs + 2 * LANES - 1) / (2 * LANES) * 2;
     switch (kind) {
       case Kind::float32: panel_bytes = size_t(padded) * LANES * 4; break;
@@ -71,6 +72,20 @@ class PackedLinear : public Linear {
       case Kind::int8: return count + size_t(outputs) * 4;
       default: return count / 2 + count / GROUP * 4;
     }
+  }
+
+  // Sets rows [begin, end) of a weight as outputs first + begin, ... With `step_panels` 2 and `phase` 0 or 1 they fill every
+  // second panel.
+  void fill(const Array& weight, int first, int step_panels, int phase, int begin, int end) {
+    std::vector<float> row(padded, 0.0f);
+    for (int r = begin; r < end; r++) {
+      weight.read(r, row.data());
+      set(place(r, first, step_panels, phase), row.data());
+    }
+  }
+
+  static int place(int row, int first, int step_panels, int phase) {
+    return step_panels == 1 ? first + row : (row / LANES * step_panels + phase) * LANES + row % LANES;
   }
 
   // Sets the weights of output `o`: `row` has `padded` floats, with zeros behind the inputs.

@@ -37,27 +37,19 @@ size_t Model::weight_bytes() const {
   return bytes;
 }
 
-// Packs rows of a weight as outputs first, first + 1, ... of a linear. With `step_panels` 2 and `phase` 0 or 1 it fills every
-// second panel.
+// Packs a weight as outputs of a linear; see PackedLinear::fill.
 void Model::fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase) {
   const int count = int(weight.rows);
-  const auto place = [&](int row) {
-    return step_panels == 1 ? first + row : (row / LANES * step_panels + phase) * LANES + row % LANES;
-  };
   // A thread packs complete panels, because the outputs of a panel share cache lines.
   pool_.run([&](int thread) {
-    std::vector<float> row(linear.padded, 0.0f);
     const int blocks = (count + LANES - 1) / LANES;
     const int begin = blocks * thread / pool_.size() * LANES, end = blocks * (thread + 1) / pool_.size() * LANES;
-    for (int r = begin; r < std::min(end, count); r++) {
-      weight.read(r, row.data());
-      linear.set(place(r), row.data());
-    }
+    linear.fill(weight, first, step_panels, phase, begin, std::min(end, count));
   });
   if (!bias.data) return;
   std::vector<float> values(count);
   bias.read(0, values.data());
-  for (int r = 0; r < count; r++) linear.bias[place(r)] = values[r];
+  for (int r = 0; r < count; r++) linear.bias[PackedLinear::place(r, first, step_panels, phase)] = values[r];
 }
 
 std::vector<float> Model::norm_of(const Array& weight, int padded) const {
@@ -139,7 +131,8 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   attended_ = attended_memory_.of<float>(rows * attended_wide_);
   active_ = active_memory_.of<float>(rows * ffn_wide_);
   if (exchange_) part_ = part_memory_.of<float>(std::max(rows * shape_.width, outputs_.size() * head_tokens()));
-  const size_t inputs = std::max(std::max(wide_, attended_wide_), ffn_wide_);
+  group(segments);
+  const size_t inputs = std::max({wide_, attended_wide_, ffn_wide_, ranks_wide_});
   const size_t tile_bytes = rows * inputs * 4 + rows * (inputs / GROUP + 1) * 4;
   if (rows_ > APART) shared_tile_.of<uint8_t>(tile_bytes);
   for (auto& worker : workers_) {
@@ -152,6 +145,44 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   if (lost_) std::rethrow_exception(lost_);
 }
 
+// Groups the rows by their adapters, and makes room for what these add.
+void Model::group(const std::vector<Segment>& segments) {
+  adapted_.clear();
+  last_adapted_.clear();
+  ranks_wide_ = added_wide_ = 0;
+  int output = 0;
+  for (size_t s = 0; s < segments.size(); s++) {
+    const Segment& it = segments[s];
+    const int outputs = output;
+    output += it.wanted;
+    if (!it.adapter) continue;
+    const auto same = [&](const Adapted& other) { return other.adapter == it.adapter; };
+    auto found = std::find_if(adapted_.begin(), adapted_.end(), same);
+    if (found == adapted_.end()) {
+      adapted_.push_back({it.adapter, 0, {}});
+      last_adapted_.push_back({it.adapter, 0, {}});
+      found = adapted_.end() - 1;
+    }
+    auto& last = last_adapted_[found - adapted_.begin()];
+    for (int row = 0; row < it.count; row++) found->rows.push_back(first_rows_[s] + row);
+    for (int row = 0; row < it.wanted; row++) last.rows.push_back(outputs + row);
+  }
+  size_t rows = 0;
+  for (size_t i = 0; i < adapted_.size(); i++) {
+    adapted_[i].first = last_adapted_[i].first = int(rows);
+    rows += adapted_[i].rows.size();
+    for (int layer = 0; layer < shape_.layers; layer++)
+      for (int part = 0; part < PARTS; part++) {
+        const LowRank& it = adapted_[i].adapter->at(layer, Part(part));
+        ranks_wide_ = std::max(ranks_wide_, size_t(it.shrink.panels) * LANES);
+        added_wide_ = std::max(added_wide_, size_t(it.expand.panels) * LANES);
+      }
+  }
+  if (!rows) return;
+  ranks_ = ranks_memory_.of<float>(rows * ranks_wide_);
+  added_ = added_memory_.of<float>(rows * added_wide_);
+}
+
 void Model::compute(int thread, const Results& results) {
   const bool whole = results.features && wanted_.every && wanted_.layers.empty();
   const size_t parts = std::max<size_t>(1, wanted_.layers.size());
@@ -162,7 +193,9 @@ void Model::compute(int thread, const Results& results) {
   for (int index = 0; index < shape_.layers; index++) {
     const Layer& layer = layers_[index];
     const bool last = index + 1 == shape_.layers;
-    apply(thread, layer.qkv, hidden_, wide_, layer.attention_norm.data(), rows, {Into::store, qkv_, qkv_wide_, int(qkv_wide_)});
+    const float* norm = layer.attention_norm.data();
+    const float* const* added = adapt(thread, index, Part::qkv, hidden_, wide_, norm, rows, false);
+    apply(thread, layer.qkv, hidden_, wide_, norm, rows, {Into::store, qkv_, qkv_wide_, int(qkv_wide_), added});
     pool_.meet(thread);
     attend(thread, index, last && !whole);
     pool_.meet(thread);
@@ -176,10 +209,13 @@ void Model::compute(int thread, const Results& results) {
       rows = int(outputs_.size());
       if (!rows) break;
     }
-    if (!project(thread, layer.output, attended_, attended_wide_, rows)) return;
-    apply(thread, layer.gate_up, hidden_, wide_, layer.ffn_norm.data(), rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_)});
+    const bool fewer = last && !whole;
+    if (!project(thread, index, Part::output, attended_, attended_wide_, rows, fewer)) return;
+    norm = layer.ffn_norm.data();
+    added = adapt(thread, index, Part::gate_up, hidden_, wide_, norm, rows, fewer);
+    apply(thread, layer.gate_up, hidden_, wide_, norm, rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_), added});
     pool_.meet(thread);
-    if (!project(thread, layer.down, active_, ffn_wide_, rows)) return;
+    if (!project(thread, index, Part::down, active_, ffn_wide_, rows, fewer)) return;
     if (!results.features) continue;
     for (size_t part = 0; part < wanted_.layers.size(); part++) {
       if (wanted_.layers[part] != index + 1) continue;
@@ -202,13 +238,44 @@ void Model::compute(int thread, const Results& results) {
   if (!outputs_.empty() && judge(thread, results, whole ? outputs_.data() : nullptr)) choose(thread, results);
 }
 
+// Computes what adapters add to a linear's outputs for rows of x, and returns a pointer for each row; null: for no row.
+// `last`: the rows are those that want logits.
+const float* const* Model::adapt(int thread, int layer, Part part, const float* x, size_t stride, const float* norm, int rows,
+                                 bool last) {
+  const auto& groups = last ? last_adapted_ : adapted_;
+  const bool apart = rows_ <= APART;
+  const auto present = [&](const Adapted& it) { return it.adapter->at(layer, part).shrink.outputs && !it.rows.empty(); };
+  if (std::none_of(groups.begin(), groups.end(), present)) return nullptr;
+  auto& added = workers_[thread].added;
+  added.assign(rows, nullptr);
+  int turn = 0;
+  for (const Adapted& it : groups) {
+    if (!present(it)) continue;
+    const Output ranks{Into::store, ranks_ + it.first * ranks_wide_, ranks_wide_, int(ranks_wide_)};
+    apply(thread, it.adapter->at(layer, part).shrink, x, stride, norm, int(it.rows.size()), ranks, it.rows.data(), turn++);
+    if (!apart) pool_.meet(thread);
+  }
+  if (apart) pool_.meet(thread);
+  for (const Adapted& it : groups) {
+    if (!present(it)) continue;
+    float* out = added_ + it.first * added_wide_;
+    apply(thread, it.adapter->at(layer, part).expand, ranks_ + it.first * ranks_wide_, ranks_wide_, nullptr, int(it.rows.size()),
+          {Into::store, out, added_wide_, int(added_wide_)});
+    if (!apart) pool_.meet(thread);
+    for (int row : it.rows) added[row] = out, out += added_wide_;
+  }
+  return added.data();  // the linear has the same panels, so a thread reads only what it has written itself
+}
+
 // Adds the output of a linear over x to the residual stream. Returns false when another rank is lost, which ends the pass.
-bool Model::project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows) {
+bool Model::project(int thread, int layer, Part part, const float* x, size_t stride, int rows, bool last) {
+  const PackedLinear& linear = part == Part::output ? layers_[layer].output : layers_[layer].down;
+  const float* const* added = adapt(thread, layer, part, x, stride, nullptr, rows, last);
   if (!exchange_) {
-    apply(thread, linear, x, stride, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
+    apply(thread, linear, x, stride, nullptr, rows, {Into::add, hidden_, wide_, int(wide_), added});
   } else {
     const size_t width = size_t(shape_.width);
-    apply(thread, linear, x, stride, nullptr, rows, {Into::store, part_, width, int(width)});
+    apply(thread, linear, x, stride, nullptr, rows, {Into::store, part_, width, int(width), added});
     pool_.meet(thread);
     if (!add_up(thread, part_, size_t(rows) * width)) return false;
     for (int row = thread; row < rows; row += pool_.size())
@@ -286,9 +353,9 @@ Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int i
   return {memory + *first * width * 4, rest + *first, rest + rows + *first * groups, each + (index < longer ? 1 : 0)};
 }
 
-// Applies a linear to rows of x. `chosen`: these rows; null: the first ones.
+// Applies a linear to rows of x. `chosen`: these rows; null: the first ones. `turn`: which thread has the first panels.
 void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
-                  const Output& output, const int* chosen) {
+                  const Output& output, const int* chosen, int turn) {
   const bool apart = rows_ <= APART;
   uint8_t* memory = (apart ? workers_[thread].tile : shared_tile_).of<uint8_t>(0);
   const int tiles = tiles_of(linear, rows);
@@ -303,8 +370,9 @@ void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t
   }
   if (!apart) pool_.meet(thread);
   const int pairs = linear.panels / 2;
-  const int begin = int(int64_t(pairs) * thread / pool_.size()) * 2;
-  const int end = int(int64_t(pairs) * (thread + 1) / pool_.size()) * 2;
+  const int share = (thread + turn) % pool_.size();
+  const int begin = int(int64_t(pairs) * share / pool_.size()) * 2;
+  const int end = int(int64_t(pairs) * (share + 1) / pool_.size()) * 2;
   const int together = tiles == 1 ? end - begin : PANELS;
   for (int panel = begin; panel < end; panel += together)
     for (int index = 0; index < tiles; index++) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapter.hpp"
 #include "exchange.hpp"
 #include "kernels.hpp"
 #include "linear.hpp"
@@ -41,6 +42,7 @@ struct Segment {
   bool drawn;
   uint64_t base;  // of its noise keys
   double temperature;
+  const Adapter* adapter;  // null: none
 
   bool sees(int row, int column) const { return mask ? mask[size_t(row) * span + column] != 0 : column <= row; }
   // The child of a row that has this token; `count` where there is none.
@@ -80,6 +82,7 @@ class Model {
   double exchange_seconds() const { return exchange_ ? exchange_->seconds() : 0.0; }
   int head_tokens() const { return (shape_.vocabulary + ranks() - 1) / ranks(); }  // tokens of this rank's part of the head
   const Kernels& kernels() const { return kernels_; }
+  Kind adapter_kind() const { return kind_ == Kind::float32 ? Kind::float32 : Kind::bfloat16; }
   Pages& pages() { return pages_; }
   size_t weight_bytes() const;
   size_t kv_bytes() const { return pages_.bytes(); }
@@ -105,6 +108,13 @@ class Model {
   struct Worker {
     Scratch tile, attention;
     std::vector<int32_t> more;
+    std::vector<const float*> added;  // what adapters add to the rows of a linear
+  };
+  // Rows of a pass that have the same adapter.
+  struct Adapted {
+    const Adapter* adapter;
+    int first;              // place of their first row in `ranks_` and `added_`
+    std::vector<int> rows;  // ascending
   };
   struct Unit {
     int segment, head;
@@ -118,9 +128,11 @@ class Model {
   void prefetch_further();
   std::vector<float> norm_of(const Array& weight, int padded) const;
   void compute(int thread, const Results& results);
+  void group(const std::vector<Segment>& segments);
   void apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
-             const Output& output, const int* chosen = nullptr);
-  bool project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows);
+             const Output& output, const int* chosen = nullptr, int turn = 0);
+  const float* const* adapt(int thread, int layer, Part part, const float* x, size_t stride, const float* norm, int rows, bool last);
+  bool project(int thread, int layer, Part part, const float* x, size_t stride, int rows, bool last);
   bool add_up(int thread, float* x, size_t count);
   template <class Work>
   bool exchanged(int thread, Work work);
@@ -156,6 +168,10 @@ class Model {
   std::vector<Unit> units_;
   std::vector<std::atomic<int>> next_;  // next unit of each layer; last the next row to choose for
   std::vector<Worker> workers_;
+  std::vector<Adapted> adapted_, last_adapted_;  // of all rows; of those that want logits
+  size_t ranks_wide_ = 0, added_wide_ = 0;       // floats of a row of each buffer
+  Scratch ranks_memory_, added_memory_;
+  float *ranks_ = nullptr, *added_ = nullptr;
   Scratch hidden_memory_, qkv_memory_, attended_memory_, active_memory_, part_memory_, shared_tile_;
   float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *active_ = nullptr;
   float* part_ = nullptr;  // this rank's part of what all ranks add up or rank 0 collects

@@ -33,8 +33,16 @@ class ExclusiveCall {
   PyThreadState* state_;
 };
 
+struct AdapterObject {
+  PyObject_HEAD
+  Adapter* adapter;
+  bool used;  // by a pass, which may be running: it cannot be changed any more
+};
+
+PyObject* adapter_type = nullptr;
+
 struct Names {
-  PyObject *slot, *prefix, *tokens, *positions, *mask, *wanted;
+  PyObject *slot, *prefix, *tokens, *positions, *mask, *wanted, *adapter;
 } names;
 
 Kind kind_named(const std::string& name) {
@@ -170,6 +178,60 @@ PyObject* set_ends(PyObject* object, PyObject* args) {
   });
 }
 
+int make_adapter(PyObject* object, PyObject* args, PyObject*) {
+  auto* self = reinterpret_cast<AdapterObject*>(object);
+  const char* kind;
+  int width, queries, keys, ffn, layers;
+  if (!PyArg_ParseTuple(args, "siiiii", &kind, &width, &queries, &keys, &ffn, &layers)) return -1;
+  PyObject* made = guarded([&]() -> PyObject* {
+    if (self->adapter) throw std::logic_error("an adapter is made once");
+    for (int size : {width, queries, keys, ffn, layers})
+      if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the adapter is out of range");
+    const Kind it = kind_named(kind);
+    if (it != Kind::float32 && it != Kind::bfloat16) throw std::invalid_argument("an adapter is float32 or bfloat16");
+    self->adapter = new Adapter(width, queries, keys, ffn, layers, it);
+    return nothing();
+  });
+  if (!made) return -1;
+  Py_DECREF(made);
+  return 0;
+}
+
+void discard_adapter(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  delete reinterpret_cast<AdapterObject*>(object)->adapter;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+PyObject* set_part(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<AdapterObject*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->adapter) throw std::logic_error("the adapter was not made");
+    if (self->used) throw std::logic_error("an adapter that is in use cannot be changed");
+    int layer, number;
+    PyObject *a, *b, *up;
+    if (!PyArg_ParseTuple(args, "iiOOO", &layer, &number, &a, &b, &up)) throw PythonError();
+    Adapter& it = *self->adapter;
+    if (layer < 0 || layer >= it.layers() || number < 0 || number >= PARTS) throw std::invalid_argument("no such linear");
+    const Part part = Part(number);
+    Buffers held;
+    held.push_back(std::make_unique<Buffer>(a, false));
+    const int64_t ranks = held.back()->array().rows;
+    if (ranks < 1 || ranks > it.inputs(part)) throw std::invalid_argument("an adapter has more ranks than the linear has inputs");
+    const Array shrink = taken(held, a, ranks, it.inputs(part)), expand = taken(held, b, it.outputs(part), ranks);
+    const Array ups = taken(held, up, it.outputs(part), ranks);
+    if (!expand.data || !ups.data == (part == Part::gate_up)) throw std::invalid_argument("a weight is missing");
+    it.set(layer, part, shrink, expand, ups);
+    return nullptr;
+  });
+}
+
+PyObject* adapter_bytes(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<AdapterObject*>(object);
+  return PyLong_FromSize_t(self->adapter ? self->adapter->bytes() : 0);
+}
+
 int64_t integer(PyObject* object, PyObject* name) {
   const Reference value(PyObject_GetAttr(object, name));
   const long long number = PyLong_AsLongLong(value.get());
@@ -184,7 +246,8 @@ const Buffer& buffer(Buffers& held, PyObject* object, PyObject* name) {
 }
 
 // Reads a segment, with the conditions of outrider.engine.batch.Segment.check.
-Segment read_segment(Buffers& held, PyObject* object, const Shape& shape) {
+Segment read_segment(Buffers& held, PyObject* object, const Model& model) {
+  const Shape& shape = model.shape();
   Segment it{};
   const auto demand = [&](bool holds, const char* problem) {
     if (!holds) throw std::invalid_argument("segment: " + std::string(problem));
@@ -210,6 +273,18 @@ Segment read_segment(Buffers& held, PyObject* object, const Shape& shape) {
     if (outputs.get() != Py_None) {
       wanted = PyLong_AsLongLong(outputs.get());
       if (wanted == -1 && PyErr_Occurred()) throw PythonError();
+    }
+  }
+  {
+    const Reference adapter(PyObject_GetAttr(object, names.adapter));
+    if (adapter.get() != Py_None) {
+      demand(PyObject_IsInstance(adapter.get(), adapter_type) == 1, "its adapter");
+      auto* given = reinterpret_cast<AdapterObject*>(adapter.get());  // the caller's segment holds it during the pass
+      demand(given->adapter && given->adapter->fits(shape.width, shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.ffn,
+                                                    shape.layers, model.adapter_kind()),
+             "an adapter of another model");
+      given->used = true;
+      it.adapter = given->adapter;
     }
   }
   demand(prefix >= 0 && span <= shape.rows && prefix <= shape.rows - span, "its prefix");
@@ -243,7 +318,7 @@ PyObject* run(PyObject* object, PyObject* args) {
     std::vector<bool> used(size_t(shape.slots));
     Py_ssize_t rows = 0, outputs = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-      pass.push_back(read_segment(held, PyList_GetItem(all.get(), i), shape));
+      pass.push_back(read_segment(held, PyList_GetItem(all.get(), i), *self->model));
       if (used[pass.back().slot]) throw std::invalid_argument("two segments of a pass share a slot");
       used[pass.back().slot] = true;
       rows += pass.back().count;
@@ -397,6 +472,30 @@ PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(make)},
 
 PyType_Spec spec = {"outrider._native.Model", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
 
+PyMethodDef adapter_methods[] = {{"set", none_of<set_part>, METH_VARARGS, "Packs A and B of a linear of a layer."},
+                                 {"bytes", adapter_bytes, METH_NOARGS, "Bytes that a pass reads."},
+                                 {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot adapter_slots[] = {{Py_tp_init, reinterpret_cast<void*>(make_adapter)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(discard_adapter)},
+                               {Py_tp_methods, adapter_methods},
+                               {Py_tp_doc, const_cast<char*>("A low-rank adapter of a model.")},
+                               {0, nullptr}};
+
+PyType_Spec adapter_spec = {"outrider._native.Adapter", sizeof(AdapterObject), 0, Py_TPFLAGS_DEFAULT, adapter_slots};
+
+bool add_type(PyObject* module, const char* name, PyType_Spec* from, PyObject** made = nullptr) {
+  PyObject* type = PyType_FromSpec(from);
+  if (!type) return false;
+  if (made) {
+    Py_INCREF(type);
+    *made = type;
+  }
+  if (!PyModule_AddObject(module, name, type)) return true;
+  Py_DECREF(type);
+  return false;
+}
+
 PyMethodDef functions[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Those that this processor has, best first."},
                            {nullptr, nullptr, 0, nullptr}};
 
@@ -408,19 +507,13 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outrider._native", "The engine
 
 PyMODINIT_FUNC PyInit__native() {
   using namespace outrider;
-  PyObject** all[] = {&names.slot, &names.prefix, &names.tokens, &names.positions, &names.mask, &names.wanted};
-  const char* texts[] = {"slot", "prefix", "tokens", "positions", "mask", "wanted"};
-  for (int i = 0; i < 6; i++)
+  PyObject** all[] = {&names.slot, &names.prefix, &names.tokens, &names.positions, &names.mask, &names.wanted, &names.adapter};
+  const char* texts[] = {"slot", "prefix", "tokens", "positions", "mask", "wanted", "adapter"};
+  for (int i = 0; i < 7; i++)
     if (!(*all[i] = PyUnicode_InternFromString(texts[i]))) return nullptr;
   PyObject* module = PyModule_Create(&definition);
   if (!module) return nullptr;
-  PyObject* type = PyType_FromSpec(&spec);
-  if (!type || PyModule_AddObject(module, "Model", type)) {
-    Py_XDECREF(type);
-    Py_DECREF(module);
-    return nullptr;
-  }
-  if (!add_sampling(module)) {
+  if (!add_type(module, "Model", &spec) || !add_type(module, "Adapter", &adapter_spec, &adapter_type) || !add_sampling(module)) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -1,0 +1,102 @@
+"""Adapters by name: what a request's model means, and loading on all verifiers of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import grpc.aio
+
+from outrider.core.session.contract import Adapter
+from outrider.errors import Conflict, Forbidden, InvalidRequest, OutriderError, Unavailable
+from outrider.rpc.status import from_rpc_error
+from outrider.store.adapters import NamedAdapter, NamedAdapters
+from outrider.store.registry import Worker
+from outrider.v1 import verifier_pb2
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+from router.api.served_models import ServedModel
+from router.scheduling.workers import WorkerPool
+
+READ_S = 120.0  # the longest time that a verifier may take to read an adapter
+ALL = "*"
+
+
+class RequestedModel(NamedTuple):
+    """What a request names as its model."""
+
+    name: str  # of the model; empty: the only one
+    adapter: Adapter | None = None
+
+
+class AdapterDirectory:
+    """The adapters of a router's models. Methods raise Unavailable when Redis cannot be used."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        named: NamedAdapters,
+        worker_pool: WorkerPool,
+        loaders: tuple[str, ...],
+    ) -> None:
+        """`loaders`: tenants that may load and unload adapters; *: all."""
+        self._models = models
+        self._named = named
+        self._worker_pool = worker_pool
+        self._loaders = loaders
+
+    async def resolve(self, name: str) -> RequestedModel:
+        """Return the model and the adapter that a name means: MODEL, ADAPTER or MODEL:ADAPTER.
+
+        A name that is neither is returned as it is, as that of a model.
+        """
+        if not name or name in self._models:
+            return RequestedModel(name)
+        model, _, own = name.rpartition(":")
+        found = await self._named.find(own if model in self._models else name)
+        if found is None or model not in ("", found.model):
+            return RequestedModel(name)
+        return RequestedModel(found.model, found.adapter)
+
+    async def load(self, tenant: str, name: str, folder: str, model: str) -> NamedAdapter:
+        """Have all verifiers of a model read an adapter, and store its name.
+
+        Raises Forbidden for a tenant that may not; InvalidRequest; Unavailable without verifiers; Conflict where their
+        files differ; and what a verifier raises.
+        """
+        self._check(tenant)
+        if name in self._models:
+            raise InvalidRequest("name", f"is {name!r}, the name of a model")
+        verifiers = await self._worker_pool.verifiers(model)
+        if not verifiers:
+            raise Unavailable(f"no verifier serves model {model!r} right now; start one, or try again")
+        read = await asyncio.gather(*(self._read(worker, model, folder) for worker in verifiers))
+        if len({it.digest for it in read}) > 1:
+            raise Conflict(f"adapter {folder!r} has other files on some verifiers; give all of them the same")
+        named = NamedAdapter(name, model, Adapter(folder, read[0].digest.hex()), read[0].rank, read[0].parameters)
+        await self._named.add(named)
+        return named
+
+    async def unload(self, tenant: str, name: str) -> None:
+        """Delete an adapter's name. Raises Forbidden for a tenant that may not; NotFound."""
+        self._check(tenant)
+        await self._named.remove(name)
+
+    async def listed(self) -> list[NamedAdapter]:
+        """Return all adapters of this router's models, by name."""
+        return [it for it in await self._named.listed() if it.model in self._models]
+
+    def _check(self, tenant: str) -> None:
+        if ALL not in self._loaders and tenant not in self._loaders:
+            raise Forbidden("only tenants that the routers' adapter_loaders name may load and unload adapters")
+
+    async def _read(self, worker: Worker, model: str, folder: str) -> verifier_pb2.ReadAdapterResponse:
+        request = verifier_pb2.ReadAdapterRequest(model=model, folder=folder)
+        try:
+            found: verifier_pb2.ReadAdapterResponse = await VerifierStub(self._worker_pool.channel(worker)).ReadAdapter(
+                request, timeout=READ_S
+            )
+        except grpc.aio.AioRpcError as error:
+            known: OutriderError = from_rpc_error(error)
+            raise known from None
+        return found
