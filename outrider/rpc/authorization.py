@@ -20,6 +20,7 @@ from outrider.rpc.tls import CLIENT, DRAFTER, ROUTER
 ALLOWED_ROLES = {
     "/outrider.v1.Verifier/Decode": {ROUTER},
     "/outrider.v1.Verifier/Warm": {ROUTER},
+    "/outrider.v1.Verifier/ReadAdapter": {ROUTER},
     "/outrider.v1.Verifier/Watch": {ROUTER},
     "/outrider.v1.Verifier/Describe": {ROUTER, CLIENT},
     "/outrider.v1.TreeSink/Draft": {DRAFTER},

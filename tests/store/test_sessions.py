@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.core.session.contract import OFF, Adapter, Contract, Grammar, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import (
     Busy,
@@ -26,7 +26,15 @@ from outrider.store.sessions import OwnedSession, SessionLog, SessionRecord, Ses
 from outrider.store.tickets import list_key
 
 PROMPT = [5, 6, 7, 8]
-CONTRACT = Contract(seed=2**64 - 1, max_tokens=9, temperature=0.1 + 0.2, stop_ids=(0, 3), logprobs=1)
+CONTRACT = Contract(
+    seed=2**64 - 1,
+    max_tokens=9,
+    temperature=0.1 + 0.2,
+    stop_ids=(0, 3),
+    grammar=Grammar("regex", "[ab]*"),
+    adapter=Adapter("sql", "0d" * 16),
+    logprobs=1,
+)
 TURN = SessionTurn(CONTRACT, ("\n\n", "ü\0"), answer_position=4, deadline=1_800_000_000.123456)
 PLAN = Plan(version=1, depth=6)
 NEW = SessionRecord("s1", "tenant", "target", bytes(range(240, 256)))

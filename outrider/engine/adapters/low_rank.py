@@ -103,7 +103,7 @@ def _update(
     """Return the change of the weight at `path` of the model. Raises CheckpointError."""
     if len(names) < 2:
         raise CheckpointError(f"{file}: {path} has no lora_{'B' if 'A' in names else 'A'}; save the adapter anew")
-    outputs, inputs = _shape(config, path.rpartition(".")[2])
+    outputs, inputs = linear_shape(config, path.rpartition(".")[2])
     shape = weights.shape(names["A"])
     rank = shape[0] if len(shape) == 2 else 0
     if not 1 <= rank <= min(MOST_RANK, inputs):
@@ -117,7 +117,7 @@ def _update(
     return LowRankUpdate(a, b)
 
 
-def _shape(config: ModelConfig, module: str) -> tuple[int, int]:
+def linear_shape(config: ModelConfig, module: str) -> tuple[int, int]:
     """Return outputs and inputs of a weight."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {

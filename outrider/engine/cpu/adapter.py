@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from outrider.engine.adapters.low_rank import DOWN, GATE_UP, OUTPUT, QKV, LowRankAdapter, LowRankUpdate
+from outrider.engine.adapters.low_rank import DOWN, GATE_UP, OUTPUT, QKV, LowRankAdapter
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 
 if TYPE_CHECKING:
     from outrider._native import Adapter
 
 _PARTS = (QKV, OUTPUT, GATE_UP, DOWN)  # the weights that a linear of the engine joins, by the engine's number of it
+_JOINED = max(map(len, _PARTS))
 
 
 def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[int], dtype: str) -> Adapter:
@@ -23,34 +21,10 @@ def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[in
 
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     packed = Adapter(dtype, config.width, queries, keys, config.ffn, len(kept))
-    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     for index, layer in enumerate(kept):
         updates = adapter.layers.get(layer, {})
         for part, modules in enumerate(_PARTS):
-            if updates.keys().isdisjoint(modules):
-                continue
-            a, blocks = _joined(updates, modules, outputs, config.ffn)
-            if modules == GATE_UP:
-                packed.set(index, part, a, *blocks)
-            else:
-                packed.set(index, part, a, np.concatenate(blocks), None)
+            found = [updates.get(name, (None, None)) for name in modules]
+            if updates.keys() & {*modules}:
+                packed.set(index, part, *[it for pair in found for it in pair], *[None] * 2 * (_JOINED - len(modules)))
     return packed
-
-
-def _joined(
-    updates: Mapping[str, LowRankUpdate], modules: Sequence[str], outputs: Mapping[str, int], ffn: int
-) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
-    """Return A of the weights that a linear joins, [all their ranks, inputs], and for each weight its B, [outputs, all
-    their ranks], which is zero for the ranks of the others."""
-    present = [updates[name] for name in modules if name in updates]
-    ranks = sum(len(it.a) for it in present)
-    blocks, first = [], 0
-    for name in modules:
-        update = updates.get(name)
-        rows = len(update.b) if update is not None else outputs.get(name, ffn)
-        block = np.zeros((rows, ranks), np.float32)
-        if update is not None:
-            block[:, first : first + len(update.a)] = update.b
-            first += len(update.a)
-        blocks.append(block)
-    return np.concatenate([it.a for it in present]), blocks

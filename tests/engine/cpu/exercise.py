@@ -44,8 +44,8 @@ def make(
     threads: int,
     features: tuple[int, ...],
     ranks: tuple[int, float, Sequence[int]] = (0, 0.0, ()),
-) -> tuple[Any, int]:
-    """A model with random weights, and its width. `ranks`: this one, how long it waits, and sockets to each."""
+) -> tuple[Any, int, list[Any]]:
+    """A model with random weights, its width and two adapters. `ranks`: this one, seconds that it waits, sockets to each."""
     of = max(1, len(ranks[2]))
     heads, kv_heads, dim = ((4, 2, 8), (3, 1, 20), (2, 2, 32))[int(dice.integers(3))]
     width, ffn = (64, 96) if kinds[0] == "int4" else (int(dice.integers(5, 70)), int(dice.integers(5, 90)))
@@ -80,11 +80,23 @@ def make(
         )
     embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
     model.set_ends(embedding, weight(width), weight(-(-VOCABULARY // of), width))
-    return model, width
+    kind = "float32" if kinds[0] == "float32" else "bfloat16"
+    adapters = [native.Adapter(kind, width, queries, keys, ffn, 2) for _ in range(2)]
+    shapes = [[(queries, width), (keys, width), (keys, width)], [(width, queries)], 2 * [(ffn, width)], [(width, ffn)]]
+    for adapter in adapters:
+        for layer in range(2):
+            for part, joined in enumerate(shapes):
+                pairs = []
+                for outputs, inputs in joined:
+                    rank, there = int(dice.integers(1, inputs + 1)), bool(dice.integers(2))
+                    pairs += [maybe(there, rank, inputs), maybe(there, outputs, rank)]
+                if any(it is not None for it in pairs):
+                    adapter.set(layer, part, *pairs, *[None] * (6 - len(pairs)))
+    return model, width, adapters
 
 
-def segment(dice: Dice, slot: int) -> SimpleNamespace:
-    """A chain or a tree behind some rows."""
+def segment(dice: Dice, slot: int, adapters: Sequence[Any] = ()) -> SimpleNamespace:
+    """A chain or a tree behind some rows, with one of the adapters or none."""
     count = int(dice.choice([1, 2, 7, 13, 40]))
     span = count + int(dice.integers(0, 4)) * int(dice.integers(2))
     prefix = int(dice.integers(0, ROWS - span + 1))
@@ -94,13 +106,16 @@ def segment(dice: Dice, slot: int) -> SimpleNamespace:
         mask[np.arange(count), span - count + np.arange(count)] = True
     wanted = None if dice.integers(2) else int(dice.integers(0, count + 1))
     tokens, positions = dice.integers(0, VOCABULARY, count), dice.integers(0, ROWS, count)
-    return SimpleNamespace(slot=slot, prefix=prefix, tokens=tokens, positions=positions, mask=mask, wanted=wanted)
+    adapter = [None, *adapters][int(dice.integers(1 + len(adapters)))]
+    return SimpleNamespace(
+        slot=slot, prefix=prefix, tokens=tokens, positions=positions, mask=mask, wanted=wanted, adapter=adapter
+    )
 
 
-def run(model: Any, dice: Dice, parts: int, width: int) -> np.ndarray:
+def run(model: Any, dice: Dice, parts: int, width: int, adapters: Sequence[Any] = ()) -> np.ndarray:
     """One pass over some slots, after changes to their KV."""
     slots = dice.permutation(SLOTS)[: int(dice.integers(1, SLOTS + 1))].tolist()
-    segments = [segment(dice, slot) for slot in slots]
+    segments = [segment(dice, slot, adapters) for slot in slots]
     outputs = sum(len(it.tokens) if it.wanted is None else it.wanted for it in segments)
     rows = sum(len(it.tokens) for it in segments)
     best = int(dice.choice([0, 2, 5, VOCABULARY]))
@@ -129,8 +144,8 @@ def exercise_models(native: Any) -> int:
                 logits = []
                 for threads in (1, 3):
                     dice = np.random.default_rng(number)
-                    model, width = make(native, dice, kinds, instructions, threads, features)
-                    logits.append([run(model, dice, len(features), width) for _ in range(ROUNDS)])
+                    model, width, adapters = make(native, dice, kinds, instructions, threads, features)
+                    logits.append([run(model, dice, len(features), width, adapters) for _ in range(ROUNDS)])
                     passes += ROUNDS
                     assert model.sizes()["kv_bytes_taken"] <= model.sizes()["kv_bytes"]
                 for one, three in zip(*logits, strict=True):
@@ -174,9 +189,9 @@ def exercise_ranks(native: Any) -> int:
 
         def live(rank: int, ends: Any = ends, lost: list[int] = lost, gone: Any = pairs[1, 0][0], of: int = of) -> None:
             dice = np.random.default_rng(of)
-            model, width = make(native, dice, KINDS[of % 2], "", 2, (1,), (rank, 1.0, ends[rank]))
+            model, width, adapters = make(native, dice, KINDS[of % 2], "", 2, (1,), (rank, 1.0, ends[rank]))
             for _ in range(ROUNDS):
-                run(model, dice, 1, width)
+                run(model, dice, 1, width, adapters)
             if rank == 1:
                 gone.shutdown(socket.SHUT_RDWR)
                 return
@@ -229,7 +244,7 @@ def exercise_samplers(native: Any) -> None:
 def exercise_refusals(native: Any) -> int:
     """Gives how many calls were refused: with arguments of the wrong kind, size or order."""
     dice = np.random.default_rng(2)
-    model, _ = make(native, dice, KINDS[1], "", 1, ())
+    model, _, (adapter, _) = make(native, dice, KINDS[1], "", 1, ())
     good = segment(dice, 0)
     garbage: list[Any] = [
         *(None, 0, -1, 2**40, 2**70, 1.5, "x", b"x", (), [], {}),
@@ -255,6 +270,8 @@ def exercise_refusals(native: Any) -> int:
             (model.pages, whats[:3]),
             (model.set_layer, [int(dice.integers(3)), *whats]),
             (model.set_ends, whats[:3]),
+            (adapter.set, [*whats[:2], *whats[:6]]),
+            (native.Adapter, ["float32", *whats[:5]]),
             (native.Model, ["float32", "float32", SHAPE, *(2 * [ANGLES]), 1, "", (), False, tuple(whats[:3])]),
             (native.Sampler, whats[:14]),
             (native.logprobs, whats[:3]),

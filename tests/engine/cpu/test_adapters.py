@@ -174,10 +174,10 @@ def test_what_a_pass_has_used_cannot_be_changed(checkpoint: Path, folders: list[
     engine = load(checkpoint)
     changed, _ = engine.load_adapter(folders[0])
     a, b = np.zeros((2, 64), np.float32), np.zeros((64, 2), np.float32)
-    changed.set(0, 1, a, b, None)  # type: ignore[attr-defined]
+    changed.set(0, 1, a, b, None, None, None, None)  # type: ignore[attr-defined]
     engine.forward([adapted(prompt(0, np.arange(3)), changed)])
     with pytest.raises(RuntimeError, match="in use"):
-        changed.set(0, 1, a, b, None)  # type: ignore[attr-defined]
+        changed.set(0, 1, a, b, None, None, None, None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", ["name", 3, object()])
@@ -187,24 +187,28 @@ def test_what_is_no_adapter_is_refused(given: object, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("layer", "part", "shapes", "error"),
     [
-        ((3, 1, (2, 64), (64, 2), None), "no such linear"),
-        ((-1, 1, (2, 64), (64, 2), None), "no such linear"),
-        ((0, 4, (2, 64), (64, 2), None), "no such linear"),
-        ((0, 1, (0, 64), (64, 0), None), "more ranks"),
-        ((0, 1, (65, 64), (64, 65), None), "more ranks"),
-        ((0, 1, (2, 63), (64, 2), None), "shape"),
-        ((0, 1, (2, 64), (63, 2), None), "shape"),
-        ((0, 2, (2, 64), (99, 2), None), "missing"),
-        ((0, 1, (2, 64), (64, 2), (64, 2)), "missing"),
+        (3, 1, [(2, 64), (64, 2)], "no such linear"),
+        (-1, 1, [(2, 64), (64, 2)], "no such linear"),
+        (0, 4, [(2, 64), (64, 2)], "no such linear"),
+        (0, 1, [(0, 64), (64, 0)], "more ranks"),
+        (0, 1, [(65, 64), (64, 65)], "more ranks"),
+        (0, 1, [(2, 63), (64, 2)], "shape"),
+        (0, 1, [(2, 64), (63, 2)], "shape"),
+        (0, 0, [None, None, (2, 64), (64, 2)], "shape"),
+        (0, 1, [(2, 64), None], "missing"),
+        (0, 1, [(2, 64), (64, 2), (2, 64), (64, 2)], "missing"),
+        (0, 2, [None, None, None, None, (2, 64), (99, 2)], "missing"),
     ],
 )
-def test_the_compiled_adapter_refuses_other_shapes(arguments: tuple[Any, ...], error: str) -> None:
-    layer, part, *shapes = arguments
+def test_the_compiled_adapter_refuses_other_shapes(
+    layer: int, part: int, shapes: list[tuple[int, int] | None], error: str
+) -> None:
     adapter = _native.Adapter("float32", 64, 64, 32, 99, 3)
+    weights = [None if shape is None else np.zeros(shape, np.float32) for shape in shapes]
     with pytest.raises(ValueError, match=error):
-        adapter.set(layer, part, *(None if shape is None else np.zeros(shape, np.float32) for shape in shapes))
+        adapter.set(layer, part, *weights, *[None] * (6 - len(weights)))
 
 
 @pytest.mark.parametrize(

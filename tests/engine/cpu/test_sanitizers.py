@@ -59,7 +59,7 @@ def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> 
 
 def test_a_million_passes_leave_nothing_behind() -> None:
     dice = np.random.default_rng(3)
-    model, _ = make(_native, dice, KINDS[0], "", 1, ())
+    model, _, _ = make(_native, dice, KINDS[0], "", 1, ())
     segments = [segment(dice, 0)]
     segments[0].tokens, segments[0].positions = segments[0].tokens[:1], segments[0].positions[:1]
     segments[0].mask = segments[0].wanted = None

@@ -1,8 +1,9 @@
 // Low-rank adapters of a model (LoRA, arXiv 2106.09685, section 4.1): B A x is added to what a linear gives for x.
 #pragma once
 
+#include <algorithm>
 #include <array>
-#include <stdexcept>
+#include <cstring>
 #include <vector>
 
 #include "linear.hpp"
@@ -11,24 +12,36 @@ namespace outrider {
 
 enum class Part { qkv, output, gate_up, down };  // the linears of a layer
 constexpr int PARTS = 4;
+constexpr int JOINED = 3;  // weights that a linear joins at most
 
-// What an adapter adds to one linear. Adapted weights that the linear joins, like those of queries, keys and values, have ranks
-// side by side: A has the rows of all, and B zeros where an output does not use a rank.
+// What an adapter adds to one linear.
 struct LowRank {
-  PackedLinear shrink;  // A: [ranks, inputs]; none: no outputs
-  PackedLinear expand;  // B: [outputs, ranks], in the panels of the linear
+  // B of one weight: [outputs, ranks].
+  struct Expand {
+    PackedLinear linear;
+    int ranks;    // place of its ranks among those of all
+    int outputs;  // place of its outputs among those of the linear
+    int written;  // number of outputs, padding included
+  };
+  PackedLinear shrink;  // A of all weights, one behind the other: [ranks, inputs]; none: no outputs
+  std::vector<Expand> expand;
+  std::vector<std::array<int, 2>> gaps;  // outputs [first, last) of the linear, padding included, to which nothing is added
+  int wide = 0;                          // outputs of the linear, padding included
 };
 
 // Needs no model, so that one can be packed while the model runs.
 class Adapter {
  public:
-  static constexpr int RANKS = 32;  // ranks are padded to a multiple of this
-
   Adapter(int width, int queries, int keys, int ffn, int layers, Kind kind)
       : width_(width), queries_(queries), keys_(keys), ffn_(ffn), kind_(kind), layers_(layers) {}
 
   int inputs(Part part) const { return part == Part::output ? queries_ : part == Part::down ? ffn_ : width_; }
-  int outputs(Part part) const { return part == Part::qkv ? queries_ + 2 * keys_ : part == Part::gate_up ? ffn_ : width_; }
+  // Outputs of the weight with that number in a linear; 0: it joins fewer.
+  int outputs(Part part, int number) const {
+    if (part == Part::qkv) return number ? keys_ : queries_;
+    if (part == Part::gate_up) return number < 2 ? ffn_ : 0;
+    return number ? 0 : width_;
+  }
   bool fits(int width, int queries, int keys, int ffn, int layers, Kind kind) const {
     return width_ == width && queries_ == queries && keys_ == keys && ffn_ == ffn && int(layers_.size()) == layers && kind_ == kind;
   }
@@ -36,20 +49,41 @@ class Adapter {
   size_t bytes() const { return bytes_; }
   const LowRank& at(int layer, Part part) const { return layers_[layer][int(part)]; }
 
-  // Sets A and B of one linear. `up`: for gates and ups B of the ups; those of the gates are `b`.
-  void set(int layer, Part part, const Array& a, const Array& b, const Array& up) {
-    LowRank& it = layers_.at(layer)[int(part)];
-    const int ranks = int(a.rows), rows = outputs(part);
-    const bool paired = part == Part::gate_up;
-    it.shrink = PackedLinear(kind_, ranks, inputs(part), false);
-    it.shrink.fill(a, 0, 1, 0, 0, ranks);
-    it.expand = PackedLinear(kind_, paired ? 2 * ((rows + LANES - 1) / LANES * LANES) : rows, ranks, false, RANKS);
-    it.expand.fill(b, 0, paired ? 2 : 1, 0, 0, rows);
-    if (paired) it.expand.fill(up, 0, 2, 1, 0, rows);
-    bytes_ += it.shrink.bytes() + it.expand.bytes();
+  // Sets A and B of the weights of a linear; those without data are not adapted.
+  void set(int layer, Part part, const std::array<Array, JOINED>& a, const std::array<Array, JOINED>& b) {
+    const bool tiles = !std::strncmp(kernels_here()[0]->name, "amx", 3);  // whose kernels know whole tiles alone
+    const int unit = tiles ? 32 : 16;
+    LowRank it;
+    int ranks = 0, place = 0, covered = 0;
+    for (const Array& one : a) ranks += up_to(int(one.rows), unit);
+    it.shrink = PackedLinear(kind_, ranks, inputs(part), false, INPUTS, tiles);
+    ranks = 0;
+    for (int number = 0; number < JOINED && outputs(part, number); number++) {
+      const int own = outputs(part, number), room = part == Part::gate_up ? up_to(own, LANES) : own;
+      const bool last = number + 1 == JOINED || !outputs(part, number + 1);
+      const int end = last ? up_to(place + room, 2 * LANES) : place + room;
+      if (a[number].data) {
+        it.shrink.fill(a[number], ranks, 1, 0, 0, int(a[number].rows));
+        LowRank::Expand made{PackedLinear(kind_, own, int(a[number].rows), false, unit, tiles), ranks, place, 0};
+        made.linear.fill(b[number], 0, 1, 0, 0, own);
+        made.written = std::min(made.linear.panels * LANES, end - place);
+        if (covered < place) it.gaps.push_back({covered, place});
+        covered = place + made.written;
+        ranks += up_to(int(a[number].rows), unit);
+        bytes_ += made.linear.bytes();
+        it.expand.push_back(std::move(made));
+      }
+      place += room;
+      it.wide = end;
+    }
+    if (covered < it.wide) it.gaps.push_back({covered, it.wide});
+    bytes_ += it.shrink.bytes();
+    layers_.at(layer)[int(part)] = std::move(it);
   }
 
  private:
+  static int up_to(int count, int unit) { return (count + unit - 1) / unit * unit; }
+
   int width_, queries_, keys_, ffn_;
   Kind kind_;
   std::vector<std::array<LowRank, PARTS>> layers_;

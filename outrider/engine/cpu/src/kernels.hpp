@@ -26,7 +26,7 @@ struct Linear {
   Kind kind = Kind::float32;
   int outputs = 0, inputs = 0;  // of the model
   int padded = 0;               // inputs, padded to a multiple of 64
-  int panels = 0;               // an even number
+  int panels = 0;               // an even number, but for adapters'
   size_t panel_bytes = 0;
   size_t ahead = 0;  // bytes of a panel that are prefetched from memory before their use; 0: a cache holds the weights
   uint8_t* data = nullptr;
@@ -51,7 +51,8 @@ struct Output {
   float* data;
   size_t stride;  // floats from row to row
   int outputs;    // of a row; none beyond them is written
-  const float* const* added = nullptr;  // what is added to a row's outputs, in the order of the panels; null: nothing
+  const float* const* added = nullptr;  // what is added to each row's outputs; null: nothing. `gate`: those of all gates come first
+  int ups = 0;                          // `gate`: place of the ups' addends behind those of the gates
 };
 
 // Some queries of one segment over one head's keys and values.
@@ -112,7 +113,8 @@ struct Kernels {
   int most_queries;  // maximum of queries of attention
   // Packs a row of inputs into a tile. `weight`: of an RMS norm before; null: no norm. `padded`: floats of x and weight.
   void (*pack)(Kind, const float* x, const float* weight, int width, int padded, float eps, const Tile&, int row);
-  // Computes panels [first, last) of a linear, both even, for a tile's rows; the first is `row` of the output.
+  // Computes panels [first, last) of a linear for a tile's rows; the first is `row` of the output. `first` is even, and so is
+  // `last` unless it is the end.
   void (*linear)(const Linear&, const Tile&, int first, int last, const Output&, int row);
   void (*attend)(const Attention&);
   // Changes one head's vector: RMS norm where there is a weight, rotation by `cosines` and `sines`, [dim / 2], then `scale`.

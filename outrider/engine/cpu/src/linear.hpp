@@ -41,11 +41,12 @@ struct Array {
 class PackedLinear : public Linear {
  public:
   PackedLinear() = default;
-  // `unit`: inputs are padded to a multiple of it; a float32 or bfloat16 may have 32.
-  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased, int unit = INPUTS) {
+  // `unit`: inputs are padded to a multiple of it, which may be 16 for float32 and bfloat16; `even`: the number of panels is.
+  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased, int unit = INPUTS, bool even = true) {
     kind = kind_, outputs = outputs_, inputs = inputs_;
     padded = (inputs + unit - 1) / unit * unit;
-    panels = (outputs + 2 * LANES - 1) / (2 * LANES) * 2;
+    panels = (outputs + LANES - 1) / LANES;
+    if (even) panels += panels % 2;
     switch (kind) {
       case Kind::float32: panel_bytes = size_t(padded) * LANES * 4; break;
       case Kind::bfloat16: panel_bytes = size_t(padded) * LANES * 2; break;

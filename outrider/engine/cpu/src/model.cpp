@@ -174,8 +174,8 @@ void Model::group(const std::vector<Segment>& segments) {
     for (int layer = 0; layer < shape_.layers; layer++)
       for (int part = 0; part < PARTS; part++) {
         const LowRank& it = adapted_[i].adapter->at(layer, Part(part));
-        ranks_wide_ = std::max(ranks_wide_, size_t(it.shrink.panels) * LANES);
-        added_wide_ = std::max(added_wide_, size_t(it.expand.panels) * LANES);
+        ranks_wide_ = std::max(ranks_wide_, up_to(size_t(it.shrink.panels) * LANES, 2 * LANES));
+        added_wide_ = std::max(added_wide_, size_t(it.wide));
       }
   }
   if (!rows) return;
@@ -212,8 +212,9 @@ void Model::compute(int thread, const Results& results) {
     const bool fewer = last && !whole;
     if (!project(thread, index, Part::output, attended_, attended_wide_, rows, fewer)) return;
     norm = layer.ffn_norm.data();
+    const int gates = int(up_to(shape_.ffn, LANES));
     added = adapt(thread, index, Part::gate_up, hidden_, wide_, norm, rows, fewer);
-    apply(thread, layer.gate_up, hidden_, wide_, norm, rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_), added});
+    apply(thread, layer.gate_up, hidden_, wide_, norm, rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_), added, gates});
     pool_.meet(thread);
     if (!project(thread, index, Part::down, active_, ffn_wide_, rows, fewer)) return;
     if (!results.features) continue;
@@ -258,13 +259,21 @@ const float* const* Model::adapt(int thread, int layer, Part part, const float* 
   if (apart) pool_.meet(thread);
   for (const Adapted& it : groups) {
     if (!present(it)) continue;
+    const LowRank& low = it.adapter->at(layer, part);
     float* out = added_ + it.first * added_wide_;
-    apply(thread, it.adapter->at(layer, part).expand, ranks_ + it.first * ranks_wide_, ranks_wide_, nullptr, int(it.rows.size()),
-          {Into::store, out, added_wide_, int(added_wide_)});
-    if (!apart) pool_.meet(thread);
-    for (int row : it.rows) added[row] = out, out += added_wide_;
+    for (const auto& one : low.expand) {
+      const Output outputs{Into::store, out + one.outputs, added_wide_, one.written};
+      apply(thread, one.linear, ranks_ + it.first * ranks_wide_ + one.ranks, ranks_wide_, nullptr, int(it.rows.size()), outputs);
+      if (!apart) pool_.meet(thread);
+    }
+    for (int row : it.rows) {
+      if (row % pool_.size() == thread)
+        for (const auto& gap : low.gaps) std::fill(out + gap[0], out + gap[1], 0.0f);
+      added[row] = out, out += added_wide_;
+    }
   }
-  return added.data();  // the linear has the same panels, so a thread reads only what it has written itself
+  pool_.meet(thread);
+  return added.data();
 }
 
 // Adds the output of a linear over x to the residual stream. Returns false when another rank is lost, which ends the pass.
@@ -369,10 +378,10 @@ void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t
     }
   }
   if (!apart) pool_.meet(thread);
-  const int pairs = linear.panels / 2;
+  const int pairs = (linear.panels + 1) / 2;
   const int share = (thread + turn) % pool_.size();
   const int begin = int(int64_t(pairs) * share / pool_.size()) * 2;
-  const int end = int(int64_t(pairs) * (share + 1) / pool_.size()) * 2;
+  const int end = std::min(int(int64_t(pairs) * (share + 1) / pool_.size()) * 2, linear.panels);
   const int together = tiles == 1 ? end - begin : PANELS;
   for (int panel = begin; panel < end; panel += together)
     for (int index = 0; index < tiles; index++) {

@@ -210,19 +210,25 @@ PyObject* set_part(PyObject* object, PyObject* args) {
     if (!self->adapter) throw std::logic_error("the adapter was not made");
     if (self->used) throw std::logic_error("an adapter that is in use cannot be changed");
     int layer, number;
-    PyObject *a, *b, *up;
-    if (!PyArg_ParseTuple(args, "iiOOO", &layer, &number, &a, &b, &up)) throw PythonError();
+    PyObject *given[JOINED], *expanding[JOINED];
+    if (!PyArg_ParseTuple(args, "iiOOOOOO", &layer, &number, &given[0], &expanding[0], &given[1], &expanding[1], &given[2],
+                          &expanding[2]))
+      throw PythonError();
     Adapter& it = *self->adapter;
     if (layer < 0 || layer >= it.layers() || number < 0 || number >= PARTS) throw std::invalid_argument("no such linear");
     const Part part = Part(number);
     Buffers held;
-    held.push_back(std::make_unique<Buffer>(a, false));
-    const int64_t ranks = held.back()->array().rows;
-    if (ranks < 1 || ranks > it.inputs(part)) throw std::invalid_argument("an adapter has more ranks than the linear has inputs");
-    const Array shrink = taken(held, a, ranks, it.inputs(part)), expand = taken(held, b, it.outputs(part), ranks);
-    const Array ups = taken(held, up, it.outputs(part), ranks);
-    if (!expand.data || !ups.data == (part == Part::gate_up)) throw std::invalid_argument("a weight is missing");
-    it.set(layer, part, shrink, expand, ups);
+    std::array<Array, JOINED> a, b;
+    for (int i = 0; i < JOINED; i++) {
+      if (given[i] == Py_None && expanding[i] == Py_None) continue;
+      if (given[i] == Py_None || expanding[i] == Py_None || !it.outputs(part, i)) throw std::invalid_argument("a weight is missing");
+      held.push_back(std::make_unique<Buffer>(given[i], false));
+      const int64_t ranks = held.back()->array().rows;
+      if (ranks < 1 || ranks > it.inputs(part)) throw std::invalid_argument("an adapter has more ranks than the linear has inputs");
+      a[i] = taken(held, given[i], ranks, it.inputs(part));
+      b[i] = taken(held, expanding[i], it.outputs(part, i), ranks);
+    }
+    it.set(layer, part, a, b);
     return nullptr;
   });
 }
