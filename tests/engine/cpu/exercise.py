@@ -45,7 +45,7 @@ def make(
     features: tuple[int, ...],
     ranks: tuple[int, float, Sequence[int]] = (0, 0.0, ()),
 ) -> tuple[Any, int, list[Any]]:
-    """A model with random weights, its width, two adapters. `ranks`: this one, seconds that it waits, sockets to each."""
+    """A random model, its width and two adapters. `ranks`: this one, seconds that it waits, and sockets to each."""
     of = max(1, len(ranks[2]))
     heads, kv_heads, dim = ((4, 2, 8), (3, 1, 20), (2, 2, 32))[int(dice.integers(3))]
     width, ffn = (64, 96) if kinds[0] == "int4" else (int(dice.integers(5, 70)), int(dice.integers(5, 90)))
