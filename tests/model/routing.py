@@ -22,8 +22,10 @@ from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
 from outrider.rpc.tickets import TicketSigner
+from outrider.store.adapters import NamedAdapters
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
+from router.api.adapters import AdapterDirectory
 from router.api.auth import run_for
 from router.api.served_models import ServedModel
 from router.api.servicer import GenerateServicer
@@ -276,6 +278,12 @@ class Router:
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
                 storage=_UnlimitedStorage(),  # type: ignore[arg-type]
+                adapters=AdapterDirectory(
+                    {model.name: model},
+                    NamedAdapters(redis),  # type: ignore[arg-type]
+                    fleet,  # type: ignore[arg-type]
+                    (),
+                ),
             ),
         )
         self._calls: dict[Link, asyncio.Task[Any]] = {}

@@ -79,6 +79,7 @@ class FakeVerifier(VerifierServicer):
         self.moves_after: int | None = None  # tokens; then it goes down in order
         self.dies_at_the_end = False  # before it sends the end of the generation
         self.heartbeats = 0  # that routers sent
+        self.adapters: list[str] = []  # folders of the adapters that these were read with
         self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
         self.reading: Callable[[], None] = lambda: None  # happens while they are read
 
@@ -135,6 +136,7 @@ class FakeVerifier(VerifierServicer):
         self, request: verifier_pb2.WarmRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> verifier_pb2.WarmResponse:
         self.warmed.append((request.tenant, len(request.tokens)))
+        self.adapters.append(request.adapter.folder)
         self.reading()
         return verifier_pb2.WarmResponse(cached=len(request.tokens))
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.core.control.acceptance_stats import AcceptanceCounts
-from outrider.core.session.contract import Contract, StepReport
+from outrider.core.session.contract import MAX_FOLDER, Adapter, Contract, StepReport
+from outrider.errors import InvalidRequest
 
 
 def contract(**terms: Any) -> Contract:
@@ -45,6 +46,7 @@ def test_from_usual_contracts_others_learn(terms: dict[str, Any]) -> None:
         {"min_p": 0.31},
         {"temperature": 1.6},
         {"temperature": 0.0, "banned_ids": (3,)},
+        {"adapter": Adapter("sql", "0d" * 16)},
         {"rule": "lenient-speculative-sampling", "lenience": 0.1},
         {"rule": "typical-acceptance", "typical_epsilon": 0.0},
     ],
@@ -66,3 +68,27 @@ def test_a_session_that_is_not_representative_begins_with_what_others_learned_an
     assert own.steps == 4.0
     assert own.values() == [4.0 * value for value in learned]
     assert shared.values() == learned
+
+
+@pytest.mark.parametrize(
+    ("folder", "digest", "field"),
+    [
+        ("", "0d" * 16, "adapter.folder"),
+        ("x" * (MAX_FOLDER + 1), "0d" * 16, "adapter.folder"),
+        ("sql", "0d" * 15, "adapter.digest"),
+        ("sql", "0D" * 16, "adapter.digest"),
+        ("sql", "xy" * 16, "adapter.digest"),
+    ],
+)
+def test_an_adapter_has_a_folder_and_a_digest(folder: str, digest: str, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        Adapter(folder, digest)
+
+
+def test_kv_is_shared_within_a_tenant_and_an_adapter() -> None:
+    adapted = contract(adapter=Adapter("sql", "0d" * 16))
+    again = contract(adapter=Adapter("elsewhere", "0d" * 16))  # the same files
+    other = contract(adapter=Adapter("sql", "0e" * 16))
+    scopes = [it.kv_scope(tenant) for it in (contract(), adapted, again, other) for tenant in ("a", "b")]
+    assert len({*scopes}) == 6
+    assert adapted.kv_scope("a") == again.kv_scope("a")

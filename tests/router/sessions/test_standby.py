@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from outrider.core.session.contract import Adapter
 from outrider.store.client import connect
 from outrider.store.registry import Registry
 from router.background import BackgroundTasks
@@ -20,7 +21,7 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
     router: Any = SimpleNamespace(
         worker_pool=WorkerPool(registry), background=BackgroundTasks()
     )  # all that a standby has of it
-    standby = Standby(router, MODEL, "tenant")
+    standby = Standby(router, MODEL, "tenant", Adapter("sql", "0d" * 16))
     tokens = [1] * (MIN_MISSING_TOKENS + 1)
     fresh = FakeVerifier([1])
     async with announced(FakeVerifier([1]), registry, MODEL.digest):
@@ -33,6 +34,7 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
             standby.follow(tokens, serving)
             await until(lambda: bool(standby.holder), within_s=0.5)
             assert fresh.warmed == [("tenant", len(tokens))]
+            assert fresh.adapters == ["sql"]
             standby.follow(tokens, serving)  # it has all of it
             await router.background.drain(1.0)
             assert fresh.warmed == [("tenant", len(tokens))]
