@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
+NATIVE := $(wildcard outrider/engine/cpu/src/*)
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu arm docs lint audit manifests proto typescript clean
@@ -131,13 +132,13 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What the demo needs: the servers alone.
-$(SERVERS): pyproject.toml constraints.txt
+$(SERVERS): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve]'
 	touch $@
 
 # What all else needs: torch, Ray, a browser's driver, linters, ...
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
 	touch $(SERVERS) $@
