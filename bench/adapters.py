@@ -25,6 +25,7 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
+from bench.options import padded_model
 from outrider.cli.command import parse_count, reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
@@ -160,23 +161,23 @@ def main(
     models: Annotated[Path, typer.Option(help="Folder that holds target/.")] = Path("models"),
 ) -> None:
     """Measure what adapters cost."""
-    with reported(), TemporaryDirectory(prefix="outrider-bench-") as scratch:
-        from outrider.engine.checkpoints.padding import pad_checkpoint
+    found: list[tuple[PassSeconds, Gaps]] = []
 
-        target, adapters = Path(scratch) / "target", Path(scratch) / "adapters"
-        pad_checkpoint(models / "target", target, parameters=parse_count(parameters))
-        config = read_config(target)
-        folders = [make_adapter(adapters / f"a{seed}", config, rank, seed) for seed in range(ADAPTERS)]
-        passes = measure_passes(target, folders, threads)
-        gaps: list[Gaps] = []
+    async def measure() -> None:
+        with TemporaryDirectory(prefix="outrider-bench-") as scratch:
+            async with padded_model(models / "target", parse_count(parameters)) as target:
+                config = read_config(target)
+                folders = [make_adapter(Path(scratch) / f"a{seed}", config, rank, seed) for seed in range(ADAPTERS)]
+                passes = measure_passes(target, folders, threads)
+                names = [folder.name for folder in folders]
+                found.append((passes, await measure_loading(target, Path(scratch), names, threads)))
 
-        async def load() -> None:
-            gaps.append(await measure_loading(target, adapters, [folder.name for folder in folders], threads))
-
-        run_until_signal(load())
+    with reported():
+        run_until_signal(measure())
+    ((passes, gaps),) = found
     for name in ("none", "one", "four"):
         print(f"a pass of {TEXTS} rows, adapters: {name}: {median(getattr(passes, name)) * 1e3:.2f} ms")
-    print(last_line(passes, gaps[0]), flush=True)
+    print(last_line(passes, gaps), flush=True)
 
 
 if __name__ == "__main__":

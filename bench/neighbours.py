@@ -19,14 +19,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
+from bench.options import padded_model
 from bench.rows.cluster import running
 from outrider.cli.command import parse_count, reported
 from outrider.cli.performance.load import Load, Speculation, apply_load, read_prompts
@@ -91,20 +92,20 @@ def main(
 ) -> None:
     """Measure what a busy verifier and an idle one of a cluster cost each other."""
     found: list[Round] = []
-    with reported(), TemporaryDirectory(prefix="outrider-bench-") as scratch:
-        from tokenizers import Tokenizer
+    speculation: Speculation = "off" if plain else None
 
-        from outrider.engine.checkpoints.padding import pad_checkpoint
+    async def measure() -> None:
+        async with padded_model(models / "target", parse_count(parameters)) as target:
+            tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+            prompts = [tuple(tokenizer.encode(text).ids) for _, text in read_prompts(texts, "#short")]
 
-        target = Path(scratch) / "target"
-        pad_checkpoint(models / "target", target, parameters=parse_count(parameters))
-        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-        prompts = [tuple(tokenizer.encode(text).ids) for _, text in read_prompts(texts, "#short")]
+            def load(callers: int, number: int) -> Load:
+                return Load(prompts, callers, seconds, 0.0, ANSWER, seed=SEED + number, salts=SALTS)
 
-        def load(callers: int, number: int) -> Load:
-            return Load(prompts, callers, seconds, 0.0, ANSWER, seed=SEED + number, salts=SALTS)
+            await _measure(target, models / "drafter", callers, rounds, speculation, load, found)
 
-        run_until_signal(_measure(target, models / "drafter", callers, rounds, "off" if plain else None, load, found))
+    with reported():
+        run_until_signal(measure())
     _print(found)
     print(last_line(found), flush=True)
 
@@ -119,8 +120,8 @@ async def _measure(
     found: list[Round],
 ) -> None:
     progress = Console(stderr=True, highlight=False)
-    config = _config(target, drafter, SLOTS * callers)
-    async with _pair(config, speculation, shared=False) as apart, _pair(config, speculation, shared=True) as together:
+    zones = [_config(target, drafter, SLOTS * callers, zone) for zone in Speeds._fields]
+    async with _pair(zones, speculation, shared=False) as apart, _pair(zones, speculation, shared=True) as together:
         for number in range(rounds + 1):
             progress.print(f"round {number} of {rounds}" + (", not counted" if not number else ""))
             loads = [(load(callers, 4 * number + kind), load(1, 4 * number + kind)) for kind in range(3)]
@@ -130,31 +131,21 @@ async def _measure(
                 found.append(measured)
 
 
-def _config(target: Path, drafter: Path, slots: int) -> ClusterConfig:
+def _config(target: Path, drafter: Path, slots: int, zone: str) -> ClusterConfig:
     return ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-        verifier=[VerifierConfig(model=target, name="target", threads=1, slots=slots)],
-        drafter=[DrafterConfig(model=drafter, threads=1, slots=slots)],
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, zone=zone),
+        verifier=[VerifierConfig(model=target, name="target", threads=1, slots=slots, zone=zone)],
+        drafter=[DrafterConfig(model=drafter, threads=1, slots=slots, zone=zone)],
     )
 
 
 @asynccontextmanager
-async def _pair(config: ClusterConfig, speculation: Speculation, *, shared: bool) -> AsyncIterator[Pair]:
+async def _pair(zones: Sequence[ClusterConfig], speculation: Speculation, *, shared: bool) -> AsyncIterator[Pair]:
     """Start the servers of both zones, in one cluster if it is `shared`, else in two."""
     async with AsyncExitStack() as stack:
-        busy = await stack.enter_async_context(running(_in_zone(config, "busy")))
-        idle = await stack.enter_async_context(running(_in_zone(config, "idle"), redis=busy.redis if shared else None))
+        busy = await stack.enter_async_context(running(zones[0]))
+        idle = await stack.enter_async_context(running(zones[1], redis=busy.redis if shared else None))
         yield Pair(busy.client, idle.client, speculation)
-
-
-def _in_zone(config: ClusterConfig, zone: str) -> ClusterConfig:
-    return config.model_copy(
-        update={
-            "router": config.router.model_copy(update={"zone": zone}),
-            "verifier": [it.model_copy(update={"zone": zone}) for it in config.verifier],
-            "drafter": [it.model_copy(update={"zone": zone}) for it in config.drafter],
-        }
-    )
 
 
 def ratios(found: Sequence[Round]) -> tuple[Speeds, Speeds]:

@@ -133,7 +133,7 @@ async def _training(cluster: BenchCluster, drafter: Path, output: Path, share: f
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *map(str, (*command, "--output", output, "--share", share)),
-        env={**os.environ, "REDIS_URL": cluster.redis_url},
+        env={**os.environ, "REDIS_URL": cluster.redis.url},
         stdout=asyncio.subprocess.PIPE,
     )
     try:

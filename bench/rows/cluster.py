@@ -44,11 +44,6 @@ class BenchCluster:
         """ "host:port"."""
         return self._local.processes["verifier-0"].address
 
-    @property
-    def redis_url(self) -> str:
-        """URL of the cluster's Redis."""
-        return self.redis.url
-
     def pids(self) -> dict[str, int]:
         """Return the process ids of router, verifier, drafter and Redis, by name."""
         return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self.redis.pid}
@@ -57,7 +52,7 @@ class BenchCluster:
         """Start a server again that has ended. Raises the errors of LocalCluster."""
         process = self._local.processes[name]
         await process.wait()
-        await process.start(self.redis_url)
+        await process.start(self.redis.url)
 
     async def describe(self) -> VerifierDescription:
         """Return the verifier's description."""

@@ -33,20 +33,23 @@ class _KeptSlot:
     """The text whose KV a free slot still holds, or that the session of an acquired slot began with."""
 
     tokens: NDArray[np.int64]  # [rows] the tokens whose KV its first rows hold
-    tenant: str
+    scope: str
     session: str  # the last session that had the slot
 
     @cached_property
     def keys(self) -> list[int]:
         """Keys of the text's prefixes; see outrider.core.session.prefix_keys."""
-        return prefix_keys(self.tokens, self.tenant)
+        return prefix_keys(self.tokens, self.scope)
 
 
 _NOTHING = _KeptSlot(np.empty(0, np.int64), "", "")
 
 
 class KvSlots:
-    """The slots of an engine, least recently used first. Sessions share KV within one tenant only."""
+    """The slots of an engine, least recently used first. Sessions share KV within one scope only.
+
+    See `Contract.kv_scope`.
+    """
 
     def __init__(self, count: int, *, rewinds: bool = True) -> None:
         """`rewinds`: whether a session can continue a slot before the end of the text that it holds."""
@@ -78,7 +81,7 @@ class KvSlots:
             found.update((key, None) for length, key in zip(LENGTHS, held.keys, strict=False) if length <= rows)
         return [*found][:MAX_KEYS]
 
-    def acquire(self, tokens: Sequence[int], tenant: str, session: str = "") -> AcquiredSlot:
+    def acquire(self, tokens: Sequence[int], scope: str, session: str = "") -> AcquiredSlot:
         """Return a slot for a session over `tokens`, with as much of their KV as slots hold.
 
         The KV of the last token never counts. Where another slot is free, a slot that holds much more than the shared
@@ -89,8 +92,8 @@ class KvSlots:
         if not self._free:
             raise Overloaded(f"all {self._count} slots are in use; retry later")
         wanted = np.asarray(tokens[:-1], np.int64)
-        acquired = self._find(wanted, tenant, session)
-        self._acquired[acquired.slot] = _KeptSlot(wanted, tenant, session)
+        acquired = self._find(wanted, scope, session)
+        self._acquired[acquired.slot] = _KeptSlot(wanted, scope, session)
         self._computed[acquired.slot] = acquired.cached
         return acquired
 
@@ -98,16 +101,16 @@ class KvSlots:
         """Record that an acquired slot has the KV of its first `rows` tokens by the next pass, until it is released."""
         self._computed[slot] = rows
 
-    def _find(self, wanted: NDArray[np.int64], tenant: str, session: str) -> AcquiredSlot:
+    def _find(self, wanted: NDArray[np.int64], scope: str, session: str) -> AcquiredSlot:
         best, cached = None, WORTHWHILE - 1
         for slot, held in self._free.items():
-            shared = _shared(held.tokens, wanted) if held.tenant == tenant else 0
+            shared = _shared(held.tokens, wanted) if held.scope == scope else 0
             if shared > cached and (self._rewinds or shared == len(held.tokens)):
                 best, cached = slot, shared
         oldest = next(iter(self._free))
         if self._rewinds:
             for slot, held in self._acquired.items():
-                shared = min(_shared(held.tokens, wanted), self._computed[slot]) if held.tenant == tenant else 0
+                shared = min(_shared(held.tokens, wanted), self._computed[slot]) if held.scope == scope else 0
                 if shared > cached:
                     best, cached = slot, shared
         if best is None:
@@ -141,11 +144,11 @@ class KvSlots:
         self._free = OrderedDict.fromkeys(self._free, _NOTHING)
         self._computed = dict.fromkeys(self._acquired, 0)
 
-    def release(self, slot: int, tokens: Sequence[int], tenant: str, session: str = "") -> None:
+    def release(self, slot: int, tokens: Sequence[int], scope: str, session: str = "") -> None:
         """Free the slot of a session that ends; its first rows hold the KV of `tokens`."""
         self._acquired.pop(slot, None)
         self._computed.pop(slot, None)
-        self._free[slot] = _KeptSlot(np.array(tokens, np.int64), tenant, session)
+        self._free[slot] = _KeptSlot(np.array(tokens, np.int64), scope, session)
         if not tokens:
             self._free.move_to_end(slot, last=False)
 

@@ -6,18 +6,17 @@ outrider:{adapters}   hash: an adapter's name -> its description (JSON)
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.session.contract import Adapter
-from outrider.errors import InvalidRequest, NotFound, Overloaded
+from outrider.errors import NotFound, Overloaded
 from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.store.names import NAME, check_name
 
 MOST = 1024  # adapters of all models together
 
 _ADAPTERS = "outrider:{adapters}"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,7 @@ class NamedAdapter:
     parameters: int
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidRequest(
-                "name",
-                f"is {self.name[:80]!r}, must be 1 to 64 letters, digits, '.', '_' or '-', and begin with one of the "
-                "first two",
-            )
+        check_name("name", self.name)
 
 
 class NamedAdapters:
@@ -70,7 +64,7 @@ class NamedAdapters:
 
     async def find(self, name: str) -> NamedAdapter | None:
         """Return the adapter of that name; None: there is none."""
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             return None
         with redis_errors(self._redis):
             blob: Any = await self._redis.hget(_ADAPTERS, name)

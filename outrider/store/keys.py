@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import time
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from typing import Any
 from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InvalidRequest, NotFound, Unauthenticated
 from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.store.names import check_name
 
 PREFIX = "outrider_"  # lets scanners for secrets recognize a key
 KEY_BYTES = 32
@@ -30,7 +30,6 @@ MAX_LOOKUPS = 256  # of unknown keys at the same time
 ID_CHARACTERS = 12
 
 _KEYS = "outrider:{keys}"
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,7 @@ class Keys:
 
         Raises InvalidRequest for an invalid tenant name.
         """
-        if not _TENANT.fullmatch(tenant):
-            raise InvalidRequest(
-                "tenant",
-                f"is {tenant!r}, must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit",
-            )
+        check_name("tenant", tenant)
         if valid_s is not None and not valid_s > 0:
             raise InvalidRequest("expires", "must lie in the future")
         secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), time.time()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import grpc.aio
 
 from outrider.core.session.contract import Adapter
-from outrider.errors import Conflict, Forbidden, InvalidRequest, OutriderError, Unavailable
+from outrider.errors import Conflict, Forbidden, InvalidRequest, OutriderError
 from outrider.rpc.status import from_rpc_error
 from outrider.store.adapters import NamedAdapter, NamedAdapters
 from outrider.store.registry import Worker
@@ -67,9 +67,7 @@ class AdapterDirectory:
         self._check(tenant)
         if name in self._models:
             raise InvalidRequest("name", f"is {name!r}, the name of a model")
-        verifiers = await self._worker_pool.verifiers(model)
-        if not verifiers:
-            raise Unavailable(f"no verifier serves model {model!r} right now; start one, or try again")
+        verifiers = await self._worker_pool.serving(model)
         read = await asyncio.gather(*(self._read(worker, model, folder) for worker in verifiers))
         if len({it.digest for it in read}) > 1:
             raise Conflict(f"adapter {folder!r} has other files on some verifiers; give all of them the same")

@@ -64,6 +64,13 @@ class WorkerPool:
         await self._refresh_listing(time.monotonic())
         return [worker for worker in self._available("verifier") if worker.model == model]
 
+    async def serving(self, model: str) -> list[Worker]:
+        """Return the verifiers of a model, best choice first. Raises Unavailable where there are none."""
+        verifiers = await self.verifiers(model)
+        if not verifiers:
+            raise Unavailable(f"no verifier serves model {model!r} right now; start one, or try again")
+        return verifiers
+
     async def drafters(
         self, tokenizer_digest: bytes, verifier: Worker | None = None, *, sampled: bool = False
     ) -> list[Worker]:

@@ -317,9 +317,7 @@ async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[
 
     Raises Unavailable when no verifier serves the model, TokenizerMismatch when all of them have another tokenizer.
     """
-    verifiers = await router.worker_pool.verifiers(model.name)
-    if not verifiers:
-        raise Unavailable(f"no verifier serves model {model.name!r} right now; start one, or try again")
+    verifiers = await router.worker_pool.serving(model.name)
     matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
     if not matching:
         raise TokenizerMismatch(

@@ -193,7 +193,7 @@ class Fleet:
         self._suspects: set[str] = set()
         self.send = send
 
-    async def verifiers(self, model: str) -> list[Worker]:
+    async def serving(self, model: str) -> list[Worker]:
         return sorted(self._workers, key=self.suspected)
 
     def to(self, worker: Worker) -> Dial:

@@ -1,6 +1,6 @@
 """Keys of prefixes of texts, with which a router finds the verifier that already holds a prompt's KV.
 
-A prefix of one of the LENGTHS has a key of 32 bits: the CRC of the tenant and the prefix's tokens. Where two prefixes
+A prefix of one of the LENGTHS has a key of 32 bits: the CRC of the scope and the prefix's tokens. Where two prefixes
 have the same key by chance, a session may be placed on a less suitable verifier; there is no other effect.
 """
 
@@ -19,11 +19,11 @@ LENGTHS = tuple(length for power in range(6, 18) for length in (2**power, 3 * 2 
 MAX_KEYS = 256  # keys that a verifier announces at most
 
 
-def prefix_keys(tokens: Sequence[int] | NDArray[np.int64], tenant: str) -> list[int]:
-    """Return the keys of the prefixes of a tenant's text, the shortest prefix first."""
+def prefix_keys(tokens: Sequence[int] | NDArray[np.int64], scope: str) -> list[int]:
+    """Return the keys of the prefixes of a text, the shortest prefix first; `scope`: see `Contract.kv_scope`."""
     data = np.ascontiguousarray(tokens[: LENGTHS[-1]], "<u4").tobytes()
     keys: list[int] = []
-    key, begin = crc32(tenant.encode()), 0
+    key, begin = crc32(scope.encode()), 0
     for length in LENGTHS:
         end = length * 4
         if end > len(data):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from outrider.core.tools.call_reader import REASONING, CallPiece, CallReader
+from outrider.core.tools.call_reader import CONTENT, REASONING, CallPiece, CallReader
 from outrider.core.tools.formats import FORMATS
 from outrider.core.tools.reasoning import ReasoningReader
 
@@ -56,5 +56,5 @@ class AnswerReader:
         return _pieces(text) if self._calls is None else self._calls.read(text)
 
 
-def _pieces(text: str, call: int = -1) -> list[CallPiece]:
+def _pieces(text: str, call: int = CONTENT) -> list[CallPiece]:
     return [CallPiece(text, call)] if text else []

@@ -11,6 +11,8 @@
 
 namespace outrider {
 
+inline size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
+
 // A matrix, or a vector as one row, in memory of the caller.
 struct Array {
   enum class Type { float32, float16, bfloat16 } type = Type::float32;

@@ -13,8 +13,6 @@ constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights up to which a c
 constexpr size_t FAR = 4096;                 // bytes of a panel to prefetch ahead, for weights in memory
 constexpr int PANELS = 8;  // that all tiles of rows use before the next ones, while a core's cache holds them
 
-size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
-
 }  // namespace
 
 Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
@@ -171,12 +169,8 @@ void Model::group(const std::vector<Segment>& segments) {
   for (size_t i = 0; i < adapted_.size(); i++) {
     adapted_[i].first = last_adapted_[i].first = int(rows);
     rows += adapted_[i].rows.size();
-    for (int layer = 0; layer < shape_.layers; layer++)
-      for (int part = 0; part < PARTS; part++) {
-        const LowRank& it = adapted_[i].adapter->at(layer, Part(part));
-        ranks_wide_ = std::max(ranks_wide_, up_to(size_t(it.shrink.panels) * LANES, 2 * LANES));
-        added_wide_ = std::max(added_wide_, size_t(it.wide));
-      }
+    ranks_wide_ = std::max(ranks_wide_, adapted_[i].adapter->ranks_wide());
+    added_wide_ = std::max(added_wide_, adapted_[i].adapter->added_wide());
   }
   if (!rows) return;
   ranks_ = ranks_memory_.of<float>(rows * ranks_wide_);
