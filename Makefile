@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
 NATIVE := $(wildcard outrider/engine/cpu/src/*)
 
-.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
+.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu arm docs lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
@@ -66,6 +66,10 @@ chaos: $(STAMP)
 # A little of it: three minutes.
 chaos-quick: $(STAMP)
 	$(BIN)/python -m tests.chaos --quick $(ARGS)
+
+# Everything with everything: every pair of drafting, sampling, grammars, adapters and faults. A quarter of an hour.
+matrix: $(STAMP)
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 # All suites: a hundred minutes on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
 bench: $(STAMP)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from outrider.core.control.depth_stats import Depths
 from outrider.core.session.contract import StepReport
 from outrider.telemetry.metrics import by_position, histogram, register_metric
+
+MAX_ADAPTERS = 256  # labels; further adapters share one
+OTHERS = "others"
 
 
 class StepMetrics:
@@ -25,6 +30,9 @@ class StepMetrics:
         register_metric("spec_decode_num_accepted_tokens", lambda: depths.accepted)
         register_metric("spec_decode_num_draft_tokens_per_pos", lambda: by_position(depths.tried))
         register_metric("spec_decode_num_accepted_tokens_per_pos", lambda: by_position(depths.reached))
+        self._adapted: dict[str, Depths] = {}  # by the adapter's folder
+        for name in ("steps", "verified", "accepted"):
+            register_metric(f"outrider.adapter.{name}", partial(self._by_adapter, name))
 
     def record_pass(self, rows: int, seconds: float, waited: float) -> None:
         """Records a pass that has ended."""
@@ -33,10 +41,16 @@ class StepMetrics:
         self._forward.record(seconds)
         self._wait.record(waited)
 
-    def record_commit(self, report: StepReport, tokens: int) -> None:
-        """Records a commit of so many tokens for one session."""
+    def record_commit(self, report: StepReport, tokens: int, adapter: str | None) -> None:
+        """Records a commit of so many tokens for one session. `adapter`: its folder; None: the session has none."""
         self.committed += tokens
+        if adapter is not None:
+            label = adapter if adapter in self._adapted or len(self._adapted) < MAX_ADAPTERS else OTHERS
+            self._adapted.setdefault(label, Depths()).observe(report)
         self.wire += report.wire_bytes
         if report.first_us:
             self._reply.record(report.first_us / 1e6)
         self._depths.observe(report)
+
+    def _by_adapter(self, name: str) -> dict[str, float]:
+        return {adapter: float(getattr(depths, name)) for adapter, depths in tuple(self._adapted.items())}

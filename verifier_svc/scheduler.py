@@ -424,8 +424,9 @@ class StepScheduler:
         else:
             self.steering.on_unmeasured_step(self.sessions.values())
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
-        for _, commit in commits:
-            self.metrics.record_commit(commit.report, len(commit.choices))
+        for work, commit in commits:
+            adapter = work.session.contract.adapter
+            self.metrics.record_commit(commit.report, len(commit.choices), adapter and adapter.folder)
 
     def _end_prefill(self, step: StepBatch, work: SessionWork) -> None:
         """Counts the rows of a prompt's chunk as read."""

@@ -38,6 +38,7 @@ class Metric:
 
 
 _MODEL = ("gen_ai.request.model",)
+_ADAPTER = ("adapter",)
 _RPC_SERVERS = "router, verifier, drafter"
 _ALL_SERVERS = "router, verifier, drafter, gateway"
 
@@ -158,6 +159,9 @@ METRICS = (
         "Steps whose accepted path reached this depth.",
         ("position",),
     ),
+    Metric("outrider.adapter.steps", "counter", "{step}", "verifier", "Verified trees of an adapter.", _ADAPTER),
+    Metric("outrider.adapter.verified", "counter", "{token}", "verifier", "Their verified nodes.", _ADAPTER),
+    Metric("outrider.adapter.accepted", "counter", "{token}", "verifier", "Of these, the accepted ones.", _ADAPTER),
     Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Forward passes of the draft model."),
     Metric(
         "outrider.draft.forward",

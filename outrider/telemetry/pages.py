@@ -1,4 +1,4 @@
-"""The HTTP pages of a server: /metrics for Prometheus, and further pages.
+"""The HTTP pages of a server: /metrics for Prometheus, /metrics/vllm with vLLM's names, and further pages.
 
 Read only, and for the cluster's own network: without TLS and authentication.
 """
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from outrider.errors import ConfigError
+from outrider.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -64,14 +65,16 @@ def serving(listen: str, registry: CollectorRegistry, pages: Mapping[str, Page])
 
 
 def _app(registry: CollectorRegistry, pages: Mapping[str, Page]) -> WSGIApplication:
-    prometheus = make_wsgi_app(registry)
+    vllm = CollectorRegistry()
+    vllm.register(VllmNames(registry))
+    scraped = {"/metrics": make_wsgi_app(registry), "/metrics/vllm": make_wsgi_app(vllm)}
 
     def app(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = request.get("PATH_INFO", "")
         if request.get("REQUEST_METHOD") not in ("GET", "HEAD"):
             return _respond(start, "405 Method Not Allowed", PageContent("text/plain", b"GET it\n"))
-        if path == "/metrics":
-            body: Iterable[bytes] = prometheus(request, start)
+        if path in scraped:
+            body: Iterable[bytes] = scraped[path](request, start)
             return body
         if path not in pages:
             return _respond(start, "404 Not Found", PageContent("text/plain", b"there is no such page\n"))

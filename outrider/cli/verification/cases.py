@@ -6,10 +6,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from outrider.cli.verification.compare import Difference, Verdict, difference, verdict
 from outrider.cli.verification.distribution_check import LEVEL, p_value
 from outrider.client import AsyncClient, Generation
+from outrider.client._grammar import grammar_of
 from outrider.core.session.contract import LOSSY, SHARED_NOISE, Contract, RuleName
 from outrider.engine.checkpoints.checkpoint import read_tokenizer
 from outrider.errors import ConfigError, InternalError, Overloaded
@@ -145,6 +146,7 @@ async def compare(
     tolerance: float,
     rule: RuleName = SHARED_NOISE,
     model: str = "",
+    constraint: Mapping[str, Any] | None = None,
     max_tokens: int = 64,
     concurrency: int = 4,
     timeout: float = 300.0,
@@ -154,10 +156,14 @@ async def compare(
     Under a rule and at a temperature whose texts are not `repeatable`, only the speculative text is generated, and the
     case has the quantiles of its tokens in the reference's distribution. All quantiles are tested together later.
 
+    `constraint`: what every text has to be, as the client's options have it: {"regex": ...}, {"schema": ...}. Without
+    one, texts go on after the model's end of text.
+
     Raises the client's errors: TokenizerMismatch when the prompts' tokens belong to another tokenizer than the served
     one.
     """
     capacity, reference_lock = asyncio.Semaphore(concurrency), asyncio.Lock()
+    constraint = constraint or {}
 
     async def generate(prompt: VerifyPrompt, temperature: float, seed: int, speculation: Speculation) -> Generation:
         give_up = time.monotonic() + MAX_WAIT_S
@@ -170,10 +176,11 @@ async def compare(
                     temperature=temperature,
                     seed=seed,
                     max_tokens=max_tokens,
-                    ignore_eos=True,
+                    ignore_eos=not constraint,
                     speculation=speculation,
                     rule=rule if speculation == "fixed" else SHARED_NOISE,
                     timeout=timeout,
+                    **constraint,  # type: ignore[typeddict-item]
                 )
             except Overloaded as error:
                 if time.monotonic() + error.retry_after > give_up:
@@ -199,7 +206,7 @@ async def compare(
             async with capacity:
                 return await generate(prompt, temperature, seed, speculation)
 
-        contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature)
+        contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature, grammar=grammar_of(constraint))
         if not repeatable(rule, temperature):
             return await sampled_case(prompt, contract, await generate_with("fixed"))
         # "fixed", because other policies speculate only where it pays, and then few steps would verify drafts.

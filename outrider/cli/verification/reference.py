@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ from numpy.typing import NDArray
 from outrider.cli.verification.compare import Difference, Verdict
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json
 from outrider.engine.hugging_face.quiet import quiet
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
+from outrider.grammar import GrammarCompiler
 
 
 class Reference:
     """A checkpoint in `transformers`, which must be installed. Calls must not overlap; `threads` run its operations.
 
-    Raises CheckpointError when `transformers` cannot load the folder.
+    With an `adapter`, a folder in PEFT's format, the checkpoint with that adapter; PEFT must be installed then.
+
+    Raises CheckpointError when `transformers` or PEFT cannot load a folder, and ConfigError without PEFT.
     """
 
-    def __init__(self, checkpoint: Path, *, threads: int = 1) -> None:
+    def __init__(self, checkpoint: Path, *, adapter: Path | None = None, threads: int = 1) -> None:
         with quiet():
             import torch
             from transformers import AutoModelForCausalLM
@@ -36,10 +41,14 @@ class Reference:
                 model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **SAFE_LOADING)
             except Exception as error:  # the errors of a bad folder have no common base class
                 raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
+            if adapter is not None:
+                model = _adapted(model, adapter)
         self._torch = torch
         self._threads = threads
         self._model = model.eval()
         self._vocabulary: int = model.config.vocab_size
+        self._eos_ids = read_eos_ids(checkpoint, read_json(checkpoint / "config.json"))
+        self._grammars = GrammarCompiler(checkpoint, self._vocabulary, self._eos_ids)
 
     def difference(
         self, prompt: Sequence[int], answer: Sequence[int], contract: Contract, tolerance: float
@@ -50,7 +59,7 @@ class Reference:
         all positions, so positions after a near tie are compared, too. The gap is the lead of the reference's token
         over the answer's token.
         """
-        sampler = Sampler(contract, self._vocabulary, prompt, len(prompt))
+        sampler = self._sampler(contract, prompt)
         found: Difference | None = None
         for index, (token, logits) in enumerate(zip(answer, self._logits(prompt, answer), strict=True)):
             scores = sampler.scores(logits)
@@ -75,7 +84,7 @@ class Reference:
         If the tokens are drawn from these probabilities, the quantiles are uniform and independent (Rosenblatt 1952;
         randomized for discrete distributions by Brockwell 2007). NaN for a token with probability 0.
         """
-        sampler = Sampler(contract, self._vocabulary, prompt, len(prompt))
+        sampler = self._sampler(contract, prompt)
         found = np.full(len(answer), np.nan)
         for index, (token, logits) in enumerate(zip(answer, self._logits(prompt, answer), strict=True)):
             p = sampler.probabilities(logits)
@@ -84,6 +93,14 @@ class Reference:
                 found[index] = before + generator.random() * p[token]
             sampler.extend([token])
         return found
+
+    def _sampler(self, contract: Contract, prompt: Sequence[int]) -> Sampler:
+        """Return what chooses the answer's tokens. An answer with a grammar may end where that allows it."""
+        grammar = None
+        if contract.grammar is not None:
+            contract = replace(contract, stop_ids=self._eos_ids)
+            grammar = self._grammars.start(contract.grammar)
+        return Sampler(contract, self._vocabulary, prompt, len(prompt), grammar=grammar)
 
     def _logits(self, prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits from which each token of the answer was chosen: [answer, vocabulary]."""
@@ -95,3 +112,15 @@ class Reference:
             text = self._torch.tensor([known])
             logits: NDArray[np.float32] = self._model(text, logits_to_keep=len(answer)).logits[0].numpy()
         return logits
+
+
+def _adapted(model: Any, adapter: Path) -> Any:
+    """Return a model of transformers with a low-rank adapter."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ConfigError("flags: adapter: is compared by PEFT, which is not installed: pip install peft") from None
+    try:
+        return PeftModel.from_pretrained(model, str(adapter))
+    except Exception as error:  # the errors of a bad folder have no common base class
+        raise CheckpointError(f"{adapter}: PEFT cannot load it: {error}") from None

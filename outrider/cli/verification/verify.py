@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.cli.verification.reference import Reference
 
 TEMPERATURES = (0.0, 0.8)
+ADAPTER = "verified"  # name of the adapter in the started cluster
 SPARE_SLOTS = 2  # of the started cluster: the slot of an ended session takes a moment to become free
 
 SPECULATIVE, REFERENCE = "speculative", "transformers"
@@ -47,6 +48,12 @@ def verify(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each prompt and temperature above 0.")] = 2,
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated. [default: 0, 0.8]")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each text.")] = 64,
+    schema: Annotated[Path | None, typer.Option(help="Texts are JSON of the schema in this file.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Texts match this regular expression.")] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a LoRA adapter. With --address: that of the one that --model names."),
+    ] = None,
     rule: Annotated[RuleName, typer.Option(help="Acceptance rule of the speculative texts.")] = SHARED_NOISE,
     dtype: Annotated[
         Literal["float32", "bfloat16"],
@@ -89,13 +96,24 @@ def verify(
         installed = find_spec("transformers") is not None
         check_rule(rule, temperatures, with_reference=reference and installed)
         chosen = read_prompts(folder, prompts, prompt, count)
-        judge = await asyncio.to_thread(_reference, folder) if reference and installed else None
+        if adapter is not None and address is not None and not model:
+            raise ConfigError(
+                "flags: model: is needed with --address and --adapter: the adapter's name in that cluster"
+            )
+        constraint = _constraint(schema, regex)
+        served = None if adapter is None or address is not None else await asyncio.to_thread(adapter.resolve)
+        judge = await asyncio.to_thread(_reference, folder, adapter) if reference and installed else None
         terminal = Console(stderr=True, highlight=False)
         work = plan(chosen, temperatures, seeds)
         async with (
-            _cluster(address, target, drafter, dtype, numerics, concurrency + SPARE_SLOTS, terminal.print) as router,
+            _cluster(
+                address, target, drafter, dtype, numerics, concurrency + SPARE_SLOTS, served, terminal.print
+            ) as router,
             AsyncClient(router) as client,
         ):
+            name = model
+            if served is not None:
+                name = (await client.load_adapter(ADAPTER, served.name)).name
             with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
                 bar = progress.add_task("texts", total=len(work))
                 async for case in compare(
@@ -104,7 +122,8 @@ def verify(
                     judge,
                     tolerance=TOLERANCE[dtype],
                     rule=rule,
-                    model=model,
+                    model=name,
+                    constraint=constraint,
                     max_tokens=max_tokens,
                     concurrency=concurrency,
                     timeout=timeout,
@@ -217,16 +236,37 @@ def _counts(verdicts: Any) -> list[str]:
     return [str(known.count(kind)) if known else "-" for kind in ("identical", "near tie", "bug")]
 
 
-def _reference(checkpoint: Path) -> Reference:
+def _constraint(schema: Path | None, regex: str | None) -> dict[str, Any]:
+    """Return what every text has to be, as the client's options have it."""
+    from outrider.errors import ConfigError
+
+    if schema is None:
+        return {} if regex is None else {"regex": regex}
+    if regex is not None:
+        raise ConfigError("flags: regex: does not go with --schema: a text has one of them")
+    try:
+        return {"schema": json.loads(schema.read_text(encoding="utf-8"))}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{schema}: is no JSON schema: {error}") from None
+
+
+def _reference(checkpoint: Path, adapter: Path | None) -> Reference:
     from outrider.cli.verification.reference import Reference
     from outrider.hub import checkpoint_folder
 
-    return Reference(checkpoint_folder(checkpoint))
+    return Reference(checkpoint_folder(checkpoint), adapter=adapter)
 
 
 @asynccontextmanager
 async def _cluster(
-    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, slots: int, log: Callable[[str], None]
+    address: str | None,
+    target: Path,
+    drafter: Path,
+    dtype: Any,
+    numerics: Any,
+    slots: int,
+    adapter: Path | None,
+    log: Callable[[str], None],
 ) -> AsyncIterator[str]:
     """Yield the address of a router: the given one, or that of a cluster that runs within the block."""
     from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
@@ -236,9 +276,15 @@ async def _cluster(
         yield address
         return
     # overlap=True: drafters always draft. Where drafting does not pay they would stop, and nothing would be verified.
+    routing: dict[str, Any] = {} if adapter is None else {"adapter_loaders": ("*",)}
+    verifying: dict[str, Any] = {} if adapter is None else {"adapters": adapter.parent}
     config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, max_sessions=slots, overlap=True),
-        verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots)],
+        router=RouterConfig(
+            listen="127.0.0.1:0", models={"target": target}, max_sessions=slots, overlap=True, **routing
+        ),
+        verifier=[
+            VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots, **verifying)
+        ],
         drafter=[DrafterConfig(model=drafter, slots=slots)],
     )
     log("starting Redis, a verifier, a drafter and a router ...")

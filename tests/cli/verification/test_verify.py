@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from outrider.cli.verification.cases import VerifyCase, VerifyPrompt, compare, plan, read_prompts
 from outrider.cli.verification.compare import TOLERANCE, Difference, Verdict, difference
@@ -27,6 +28,7 @@ from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Contract
 from outrider.errors import CheckpointError, ConfigError, Overloaded
 from tests.cli.verification.test_compare import generation
+from tests.engine.small_adapters import make_adapter
 
 ROOT = Path(__file__).parents[3]
 TARGET = ROOT / "models" / "target"
@@ -251,3 +253,34 @@ def test_prompts_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
         read_prompts(TARGET, file, None, 1)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         read_prompts(tmp_path, None, ["a"], 1)
+
+
+def test_texts_of_an_adapter_that_follow_a_grammar(tmp_path: Path) -> None:
+    adapter = make_adapter(TARGET, tmp_path / "adapters" / "formal", deviation=0.1)
+    pattern = "(north|south), [0-9]{2} miles( and [a-z]{3,9}){3,8}"
+    done = run(
+        *("--count", "1", "--seeds", "2", "--max-tokens", "80", "--adapter", str(adapter)),
+        *("--regex", pattern, "--json", str(report := tmp_path / "report.json")),
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert re.search(r"^verify: texts=3 .* bugs=0 reference_near_ties=\d reference_bugs=0$", done.stdout, re.MULTILINE)
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    for entry in json.loads(report.read_text(encoding="utf-8")):
+        assert re.match("(north|south), [0-9]{2} miles and ", tokenizer.decode(entry["plain_tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--schema", "missing.json"), "missing.json: is no JSON schema"),
+        (("--schema", "pyproject.toml"), "pyproject.toml: is no JSON schema"),
+        (("--schema", "models/target/config.json", "--regex", "a"), "does not go with --schema"),
+        (("--address", "127.0.0.1:1", "--checkpoint", "models/target", "--adapter", "x"), "the adapter's name"),
+        (("--adapter", "models/target"), "PEFT cannot load it"),
+    ],
+    ids=str,
+)
+def test_what_texts_cannot_be_is_refused_by_name(arguments: tuple[str, ...], problem: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert problem in done.stderr
