@@ -56,6 +56,14 @@ def generated(
     return tokens, False
 
 
+def test_a_drafter_with_further_ids_than_the_target_chooses_as_one_without(compiler: GrammarCompiler) -> None:
+    """Its grammars are of its own ids, its choices of those that both have."""
+    padded, grammar = GrammarCompiler(FOLDER, VOCABULARY + 128, [EOS]), Grammar("json_schema", PERSON)
+    for compiled in (True, False):
+        expected = generated(compiler, grammar, 3, compiled=compiled)
+        assert generated(padded, grammar, 3, compiled=compiled) == expected
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_follows_its_grammar_to_the_end(compiler: GrammarCompiler, seed: int, temperature: float) -> None:

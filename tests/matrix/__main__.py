@@ -14,7 +14,9 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
+from outrider.engine.hugging_face.quiet import quiet
 from tests.matrix.cells import FACTORS, Cell, all_cells
 from tests.matrix.clusters import Checkpoints, MatrixCluster, config_of
 from tests.matrix.rules import DRAFTING, Law, RuleCell, all_rule_cells, draw, references
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the cells, and of their answers")
     parser.add_argument("--log", type=Path, help="what the servers print")
     options = parser.parse_args()
+    with quiet():
+        logging.disable_progress_bar()
     cells = [it for it in all_cells(options.seed) if it.drafting in (options.drafting or FACTORS["drafting"])]
     rules = all_rule_cells(options.seed)
     outcomes, laws = asyncio.run(run_all(cells, rules, options.seed, options.log))
@@ -43,7 +47,7 @@ async def run_all(
     cells: Sequence[Cell], rules: Sequence[RuleCell], seed: int, log: Path | None
 ) -> tuple[list[Outcome], list[Law]]:
     """The outcomes of all cells, printed one by one; those of the rules where their way to draft is among them."""
-    screen, began = Console(highlight=False), time.monotonic()
+    began = time.monotonic()
     outcomes, laws = list[Outcome](), list[Law]()
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder, (log or Path("/dev/null")).open("w") as lines:
         made = Checkpoints(Path(folder))
@@ -52,14 +56,14 @@ async def run_all(
                 for cell in group:
                     outcomes.append(found := await run(cell, cluster, made.prompt, seed))
                     at = f"{len(outcomes)}/{len(cells)}, {time.monotonic() - began:.0f} s"
-                    screen.print(f"{at}: {cell}: {found.problem[:SHOWN] or 'identical'}", markup=False)
+                    print(f"{at}: {cell}: {found.problem[:SHOWN] or 'identical'}", flush=True)
                 if drafting != DRAFTING:
                     continue
                 judges, prompt = references(made), made.tokens
                 for rule_cell in rules:
                     laws.append(law := await draw(rule_cell, cluster, judges, prompt))
                     at = f"rules {len(laws)}/{len(rules)}, {time.monotonic() - began:.0f} s"
-                    screen.print(f"{at}: {rule_cell}: p = {law.p:.2g}", markup=False)
+                    print(f"{at}: {rule_cell}: p = {law.p:.2g}", flush=True)
     return outcomes, laws
 
 

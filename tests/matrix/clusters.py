@@ -152,6 +152,7 @@ class MatrixCluster:
         self._cluster = LocalCluster(config, forward=forward)
         self._second = Process("router", "router-b", config.router, forward)
         self._verifiers: dict[str, Process] = {}  # by worker id
+        self._killed: list[Process] = []
         self._stack = AsyncExitStack()
 
     def client(self) -> outrider.AsyncClient:
@@ -160,17 +161,21 @@ class MatrixCluster:
 
     def kill_verifier(self, worker_id: str) -> None:
         """Sends SIGKILL to a verifier."""
-        os.kill(self._verifiers[worker_id].pid, signal.SIGKILL)
+        self._kill(self._verifiers[worker_id])
 
     def kill_router(self) -> None:
         """Sends SIGKILL to the router that clients talk to."""
-        os.kill(self._first.pid, signal.SIGKILL)
+        self._kill(self._first)
 
-    async def restore(self) -> None:
-        """Starts again what has been killed, and waits until the routers see all of it."""
-        for process in (*self._cluster.processes.values(), self._second):
-            if process.status is not None:
-                await process.start(self._cluster.redis_url_of(process.role))
+    async def restore(self) -> list[str]:
+        """Starts again what has ended, and waits until the routers see all of it. Returns the names of those that were
+        not killed."""
+        killed, self._killed = self._killed, []
+        for process in killed:
+            await process.wait()
+        ended = [one for one in (*self._cluster.processes.values(), self._second) if one.status is not None]
+        for process in ended:
+            await process.start(self._cluster.redis_url_of(process.role))
         verifiers = [one for one in self._cluster.processes.values() if one.role == "verifier"]
         self._verifiers = {(await described(one.address)).worker_id: one for one in verifiers}
         drafters = sum(process.role == "drafter" for process in self._cluster.processes.values())
@@ -178,6 +183,11 @@ class MatrixCluster:
             async with outrider.AsyncClient(router.address) as client, asyncio.timeout(READY_S):
                 while not _complete((await client.models())[0], len(verifiers), drafters):
                     await asyncio.sleep(0.05)
+        return [process.name for process in ended if process not in killed]
+
+    def _kill(self, process: Process) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        self._killed.append(process)
 
     @property
     def _first(self) -> Process:

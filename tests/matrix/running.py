@@ -75,6 +75,7 @@ async def run(cell: Cell, cluster: MatrixCluster, prompt: str, seed: int = 5) ->
     terms = {"seed": seed, "max_tokens": MAX_TOKENS, "timeout": TIMEOUT_S}
     terms |= SAMPLING[cell.sampling] | ANSWERS[cell.answer] | ASKING[cell.asking]
     answers = [Asked(model, choice) for model in MODELS[cell.adapting] for choice in range(CHOICES.get(cell.asking, 1))]
+    run, problem, ours = _Run(cell, cluster, prompt, terms), "", list[outrider.Generation]()
     try:
         async with cluster.client() as client:
             plain = [
@@ -83,13 +84,12 @@ async def run(cell: Cell, cluster: MatrixCluster, prompt: str, seed: int = 5) ->
                 )
                 for it in answers
             ]
-        run = _Run(cell, cluster, prompt, terms)
         ours = await run.answers(answers)
-    except (OutriderError, TimeoutError) as error:
-        return Outcome(cell, f"{type(error).__name__}: {error}")
-    finally:
-        await cluster.restore()
-    problem = "; ".join(filter(None, map(difference, answers, plain, ours)))
+        problem = "; ".join(filter(None, map(difference, answers, plain, ours)))
+    except OutriderError as error:
+        problem = f"{type(error).__name__}: {error}"
+    if ended := await cluster.restore():
+        problem = f"{problem}; ended: {', '.join(ended)}"
     accepted = sum(one.usage.accepted for one in ours)
     return Outcome(cell, problem, sum(len(one.token_ids) for one in ours), accepted, run.struck)
 
@@ -106,9 +106,13 @@ class _Run:
 
     async def answers(self, asked: Sequence[Asked]) -> list[outrider.Generation]:
         """All of them at once."""
-        async with self._cluster.client() as client, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._answer(client, it, first=not i)) for i, it in enumerate(asked)]
-        return [task.result() for task in running]
+        async with self._cluster.client() as client:
+            running = (self._answer(client, it, first=not i) for i, it in enumerate(asked))
+            results = await asyncio.gather(*running, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, outrider.Generation)]
 
     async def _answer(self, client: outrider.AsyncClient, it: Asked, *, first: bool) -> outrider.Generation:
         """One answer. While the first one runs, the cell's event befalls the cluster."""

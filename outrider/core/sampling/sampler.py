@@ -172,7 +172,7 @@ class Sampler:
         """Return the logits, -inf for what the grammar does not allow."""
         if self.grammar is None:
             return logits
-        return np.where(self.grammar.allowed(path), logits, np.float32(-np.inf))
+        return np.where(self.grammar.allowed(path)[: self._vocabulary], logits, np.float32(-np.inf))
 
     def _may_not_stop(self, path: Sequence[int]) -> bool:
         """Whether `min_tokens` bans the stop ids."""
