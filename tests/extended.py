@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EXTENDED = (  # folders, files, and tests in them
     "tests/bench/test_bad_input.py",
     "tests/bench/test_gpu.py",
+    "tests/bench/test_schemas.py",
     "tests/bench/rows/test_local.py",
     "tests/bench/test_trees.py",
     "tests/chaos/",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from outrider.core.control.depth_stats import Depths
-from outrider.core.session.contract import StepReport
+from outrider.core.session.contract import Adapter, StepReport
 from outrider.telemetry.metrics import by_position, histogram, register_metric
 
 MAX_ADAPTERS = 256  # labels; further adapters share one
@@ -41,11 +41,12 @@ class StepMetrics:
         self._forward.record(seconds)
         self._wait.record(waited)
 
-    def record_commit(self, report: StepReport, tokens: int, adapter: str | None) -> None:
-        """Records a commit of so many tokens for one session. `adapter`: its folder; None: the session has none."""
+    def record_commit(self, report: StepReport, tokens: int, adapter: Adapter | None) -> None:
+        """Records a commit of so many tokens for one session, which has this adapter or none."""
         self.committed += tokens
         if adapter is not None:
-            label = adapter if adapter in self._adapted or len(self._adapted) < MAX_ADAPTERS else OTHERS
+            known = adapter.folder in self._adapted or len(self._adapted) < MAX_ADAPTERS
+            label = adapter.folder if known else OTHERS
             self._adapted.setdefault(label, Depths()).observe(report)
         self.wire += report.wire_bytes
         if report.first_us:

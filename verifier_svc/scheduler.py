@@ -425,8 +425,7 @@ class StepScheduler:
             self.steering.on_unmeasured_step(self.sessions.values())
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
         for work, commit in commits:
-            adapter = work.session.contract.adapter
-            self.metrics.record_commit(commit.report, len(commit.choices), adapter and adapter.folder)
+            self.metrics.record_commit(commit.report, len(commit.choices), work.session.contract.adapter)
 
     def _end_prefill(self, step: StepBatch, work: SessionWork) -> None:
         """Counts the rows of a prompt's chunk as read."""

@@ -29,7 +29,7 @@ def test_every_pair_of_values_is_in_a_cell(seed: int) -> None:
     assert set.union(*map(pairs_of, rules)) == all_pairs(RULE_FACTORS)
 
 
-def test_pairs_are_of_values_at_their_places() -> None:
+def test_pairs_are_of_values_at_their_places() -> None:  # bites: of what runs the matrix
     assert pairs_of("ab") == {(0, "a", 1, "b")}
     assert all_pairs({"x": "ab", "y": "c"}) == {(0, "a", 1, "c"), (0, "b", 1, "c")}
     cells = covering({"x": "ab", "y": "cd"}, seed=1)

@@ -180,7 +180,7 @@ async def compare(
                     speculation=speculation,
                     rule=rule if speculation == "fixed" else SHARED_NOISE,
                     timeout=timeout,
-                    **constraint,  # type: ignore[typeddict-item]
+                    **constraint,
                 )
             except Overloaded as error:
                 if time.monotonic() + error.retry_after > give_up:

@@ -96,11 +96,11 @@ class Reference:
 
     def _sampler(self, contract: Contract, prompt: Sequence[int]) -> Sampler:
         """Return what chooses the answer's tokens. An answer with a grammar may end where that allows it."""
-        grammar = None
-        if contract.grammar is not None:
-            contract = replace(contract, stop_ids=self._eos_ids)
-            grammar = self._grammars.start(contract.grammar)
-        return Sampler(contract, self._vocabulary, prompt, len(prompt), grammar=grammar)
+        if contract.grammar is None:
+            return Sampler(contract, self._vocabulary, prompt, len(prompt))
+        state = self._grammars.start(contract.grammar)
+        contract = replace(contract, stop_ids=self._eos_ids)
+        return Sampler(contract, self._vocabulary, prompt, len(prompt), grammar=state)
 
     def _logits(self, prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits from which each token of the answer was chosen: [answer, vocabulary]."""
