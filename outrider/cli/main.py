@@ -7,6 +7,7 @@ import typer
 from outrider.cli.generation.generate import generate
 from outrider.cli.generation.top import top
 from outrider.cli.generation.trace import trace
+from outrider.cli.models.adapters import adapters
 from outrider.cli.models.index import index
 from outrider.cli.models.pad import pad
 from outrider.cli.models.train import train
@@ -51,5 +52,6 @@ for command in (
     redis_acl,
 ):
     app.command()(command)
+app.add_typer(adapters, name="adapters")
 app.add_typer(keys, name="keys")
 app.add_typer(train, name="train")

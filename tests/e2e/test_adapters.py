@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +228,28 @@ async def test_tenants_may_not_load_unless_the_router_says_so(made: Path) -> Non
             await client.load_adapter("a", "a")
         with pytest.raises(Forbidden, match="adapter_loaders"):
             await client.unload_adapter("a")
+
+
+async def test_the_command_loads_lists_and_unloads(adapted: Adapted) -> None:
+    async def command(*arguments: str) -> tuple[int | None, str]:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outrider.cli", "adapters", *arguments),
+            *("--address", adapted.cluster.router_address),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        printed, _ = await child.communicate()
+        return child.returncode, printed.decode()
+
+    status, line = await command("load", "typed", "b", "--model", "target")
+    assert (status, line.startswith("typed  of target  folder b  rank 4  ")) == (0, True)
+    status, listed = await command("list")
+    assert (status, line in listed) == (0, True)
+    assert await command("unload", "typed") == (0, "unloaded typed\n")
+    status, problem = await command("unload", "typed")
+    assert status == 2
+    assert problem.startswith("outrider: ")
+    assert "typed" in problem
 
 
 async def test_the_gateway_loads_lists_and_unloads(adapted: Adapted, prompts: list[str]) -> None:

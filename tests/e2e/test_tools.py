@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel, Field
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
@@ -190,3 +192,33 @@ async def test_what_cannot_be_called_is_refused_by_name(clients: Clients, terms:
 async def test_tools_without_messages_are_refused(clients: Clients) -> None:
     with pytest.raises(InvalidRequest, match="are for messages"):
         await clients.sdk.generate("x", tools=TOOLS)
+
+
+class Forecast(BaseModel):
+    """The weather that is asked for."""
+
+    city: Literal["Bern", "Ulm"]
+    days: Annotated[int, Field(ge=1, le=99)]
+
+
+async def test_openai_parses_answers_and_calls_into_objects(clients: Clients) -> None:
+    """Asynchronously, streamed, and by the synchronous client, whose types validate each answer."""
+    terms: Any = {"model": "target", "messages": ASKED, "max_tokens": 200, "temperature": 0, "seed": 1}
+    asked = clients.openai.chat.completions
+    whole = (await asked.parse(response_format=Forecast, **terms)).choices[0].message.parsed
+    assert isinstance(whole, Forecast)
+    async with asked.stream(response_format=Forecast, **terms) as stream:
+        kinds = {event.type async for event in stream}
+        streamed = (await stream.get_final_completion()).choices[0].message.parsed
+    assert {"content.delta", "content.done"} <= kinds
+    assert streamed == whole
+
+    def called() -> Any:
+        with openai.OpenAI(base_url=str(clients.openai.base_url), api_key="unused", max_retries=0) as theirs:
+            parse = theirs.chat.completions.parse
+            assert parse(response_format=Forecast, **terms).choices[0].message.parsed == whole
+            tools: Any = {"tools": [openai.pydantic_function_tool(Forecast)], "tool_choice": "required"}
+            return parse(parallel_tool_calls=False, **tools, **terms).choices[0].message.tool_calls
+
+    (call,) = await asyncio.to_thread(called)
+    assert isinstance(call.function.parsed_arguments, Forecast)
