@@ -25,6 +25,7 @@ from outrider.telemetry.catalogue import METRICS
 from outrider.v1.types_pb2 import DescribeRequest
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.e2e.conftest import MODELS
+from tests.engine.small_adapters import make_adapter
 from tests.telemetry.caller import PROMPT
 from tests.telemetry.collector import Collector, Span, collecting
 
@@ -94,9 +95,10 @@ class Watched:
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def watched() -> AsyncIterator[Watched]:
+async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     """Drafter 0 judges what drafter 1 drafts."""
     target, lines = MODELS / "target", list[str]()
+    adapters = make_adapter(target, tmp_path_factory.mktemp("adapters") / "formal").parent
     config = ClusterConfig(
         router=RouterConfig(
             listen="127.0.0.1:0",
@@ -107,8 +109,11 @@ async def watched() -> AsyncIterator[Watched]:
             metrics="127.0.0.1:0",
             log_format="json",
             trust_traces=True,
+            adapter_loaders=("*",),
         ),
-        verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0", log_format="json")],
+        verifier=[
+            VerifierConfig(model=target, adapters=adapters, dtype="float32", metrics="127.0.0.1:0", log_format="json")
+        ],
         tier={
             0: [
                 DrafterConfig(
@@ -269,6 +274,9 @@ async def test_neither_prompts_nor_answers_are_exported_or_logged(watched: Watch
 
 async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
     await watched.ask(str(TOKENS))
+    async with outrider.AsyncClient(watched.cluster.router_address) as client:
+        await client.load_adapter("formal", "formal")
+        await client.generate(PROMPT, model="formal", max_tokens=20, timeout=60)
     roles = {"router", "verifier", "drafter"}  # tests/gateway/test_cluster.py has the gateway's
     every = [(metric, role) for metric in METRICS for role in roles.intersection(metric.role.split(", "))]
     for metric, role in every:
