@@ -56,14 +56,14 @@ async def run_all(
                 for cell in group:
                     outcomes.append(found := await run(cell, cluster, made.prompt, seed))
                     at = f"{len(outcomes)}/{len(cells)}, {time.monotonic() - began:.0f} s"
-                    print(f"{at}: {cell}: {found.problem[:SHOWN] or 'identical'}", flush=True)
+                    print(f"{at}: {', '.join(cell)}: {found.problem[:SHOWN] or 'identical'}", flush=True)
                 if drafting != DRAFTING:
                     continue
                 judges, prompt = references(made), made.tokens
                 for rule_cell in rules:
                     laws.append(law := await draw(rule_cell, cluster, judges, prompt))
                     at = f"rules {len(laws)}/{len(rules)}, {time.monotonic() - began:.0f} s"
-                    print(f"{at}: {rule_cell}: p = {law.p:.2g}", flush=True)
+                    print(f"{at}: {', '.join(rule_cell)}: p = {law.p:.2g}", flush=True)
     return outcomes, laws
 
 

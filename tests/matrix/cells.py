@@ -20,9 +20,6 @@ class Cell(NamedTuple):
     asking: str
     event: str
 
-    def __str__(self) -> str:
-        return ", ".join(self)
-
 
 Factors = Mapping[str, Sequence[str]]
 Pair = tuple[int, str, int, str]  # two factors, by their places, and their values

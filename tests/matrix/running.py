@@ -10,21 +10,12 @@ from typing import Any, NamedTuple
 import outrider
 from outrider.core.session.contract import PolicyName
 from outrider.errors import OutriderError
+from tests.e2e.test_grammars import SCHEMA
 from tests.e2e.test_tools import TOOLS
 from tests.matrix.cells import Cell
 from tests.matrix.clusters import MatrixCluster
 
 TIMEOUT_S = 90.0  # of one answer
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "function": {"type": "string", "maxLength": 12},
-        "arguments": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 6},
-        "returns": {"enum": ["nothing", "a number", "a list of all of them"]},
-    },
-    "required": ["function", "arguments", "returns"],
-    "additionalProperties": False,
-}
 SAMPLING: dict[str, dict[str, Any]] = {
     "T 0": {"temperature": 0.0},
     "T 1": {"temperature": 1.0},
@@ -121,12 +112,13 @@ class _Run:
             before = await client.generate(**_prompt(self._cell, self._prompt, another=True), **terms)
             terms |= {"session": before.session_id, "whole_history": True}
         stream = client.stream(**_prompt(self._cell, self._prompt), **terms)
-        waiting = first and self._cell.event in ("verifier killed", "router killed")
+        strikes = first and self._cell.event in ("verifier killed", "router killed")
+        waiting = strikes
         async for chunk in stream:
             if waiting and chunk.token_ids:
                 waiting = False
                 await self._strike(client, stream.session_id)
-        if first and self._cell.event in ("verifier killed", "router killed"):
+        if strikes:
             self.struck = (await client.get_session(stream.session_id)).epoch > 1
         if self._cell.event == "forked" and stream.result.forked_from != terms["session"]:
             raise OutriderError("the session did not fork")

@@ -11,8 +11,7 @@ import typer
 from outrider.cli.command import Address, Profile, reported
 
 if TYPE_CHECKING:
-    from outrider.client import AsyncClient
-    from outrider.client._types import ModelAdapter
+    from outrider.client import AsyncClient, ModelAdapter
 
 ResultT = TypeVar("ResultT")
 

@@ -276,14 +276,23 @@ async def _cluster(
         yield address
         return
     # overlap=True: drafters always draft. Where drafting does not pay they would stop, and nothing would be verified.
-    routing: dict[str, Any] = {} if adapter is None else {"adapter_loaders": ("*",)}
-    verifying: dict[str, Any] = {} if adapter is None else {"adapters": adapter.parent}
     config = ClusterConfig(
         router=RouterConfig(
-            listen="127.0.0.1:0", models={"target": target}, max_sessions=slots, overlap=True, **routing
+            listen="127.0.0.1:0",
+            models={"target": target},
+            max_sessions=slots,
+            overlap=True,
+            adapter_loaders=("*",),
         ),
         verifier=[
-            VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots, **verifying)
+            VerifierConfig(
+                model=target,
+                name="target",
+                dtype=dtype,
+                numerics=numerics,
+                slots=slots,
+                adapters=None if adapter is None else adapter.parent,
+            )
         ],
         drafter=[DrafterConfig(model=drafter, slots=slots)],
     )
