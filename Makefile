@@ -7,7 +7,7 @@ SERVERS := $(VENV)/.servers
 NATIVE := $(wildcard outrider/engine/cpu/src/*)
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
-	bench-cpu bench-trees bench-drafters bench-gpu arm docs lint audit manifests proto typescript clean
+	bench-cpu bench-trees bench-drafters bench-gpu arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
 	$(BIN)/outrider demo
@@ -105,6 +105,18 @@ arm:
 # The pages of docs/, in site/: links that lead nowhere are errors. (With --quiet they would be none.)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# docs/images/top.svg: `outrider top` beside a cluster of this machine. A minute.
+recording: $(STAMP)
+	$(BIN)/python -m docs.hooks.recording
+
+# docs/images/page*.png: the live page in a browser. Two minutes; needs chromium.
+screenshots: $(STAMP)
+	OUTRIDER_SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/pytest -q -m '' tests/live -k screenshot
+
+# The pages that show what the code has: configuration, commands, the SDK, the glossary.
+references: $(STAMP)
+	$(BIN)/python -m docs.hooks.references
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -36,6 +36,7 @@ from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.reporting.dashboard import pages
 from router.reporting.request_metrics import RouterMetrics, mean
+from router.reporting.tree_view import TreeView
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
@@ -118,7 +119,8 @@ async def _serve(
     try:
         public_key = router.ticket_signer.public_key
         await list_key(client, public_key)  # before the first ticket, for drafts from the first session on
-        shown = pages(router, lambda: tuple(service.running.values()))
+        trees = TreeView(service.steps.steps, lambda: tuple(service.running.values()))
+        shown = pages(router, lambda: tuple(service.running.values()), trees)
         with exporting_telemetry("router", router.router_id, config.metrics, shown):
             async with (
                 supervising() as tasks,
@@ -146,6 +148,7 @@ async def _serve(
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)
                 tasks.keep_running("session events", service.steps.run)
+                tasks.keep_running("tree view", trees.run)
                 tasks.keep_running("training samples", router.sample_writer.run)
                 announce(address)
                 await asyncio.Event().wait()

@@ -21,6 +21,7 @@ from bench.rows.processes import ROOT
 from outrider.cli.verification.compare import repeated_share
 
 FOLDER = ROOT / "bench" / "results"
+FORMAT = 1  # of the files; raised when what a figure means changes, which outdates the tables made of older ones
 VERSIONS = ("torch", "transformers", "grpcio", "numpy", "redis")
 
 
@@ -29,6 +30,7 @@ def save(options: BenchOptions, results: BenchResults, name: str | None, seconds
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name or time.strftime('%Y%m%d-%H%M%S')}.json"
     content = {
+        "format": FORMAT,
         "line": line,
         "seconds": round(seconds),
         "machine": machine(),

@@ -3,16 +3,13 @@ that set it have it."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import json
 import re
-import tokenize
-from functools import cache
 from typing import Any
 
 from docs.hooks.commands import commands
+from docs.hooks.comments import field_comments
 from docs.hooks.tables import code, table
 from outrider import config
 from outrider.config import Section
@@ -47,7 +44,7 @@ def reference() -> str:
 def description(section: type[Section], key: str) -> str:
     """The comment behind a key, or on the lines above it, in the class that declares it; "" where there is none."""
     owner = next(base for base in section.__mro__ if key in vars(base).get("__annotations__", {}))
-    return re.sub(r"\bNone: ", "left out: ", _comments(owner)[key])
+    return re.sub(r"\bNone: ", "left out: ", field_comments(owner)[key])
 
 
 def _section(heading: str, section: type[Section], command: str) -> str:
@@ -113,26 +110,3 @@ def _default(schema: dict[str, Any]) -> str:
     if isinstance(value, dict):
         return "<br>".join(code(f"{name} = {entry}") for name, entry in value.items())
     return code(json.dumps(value))
-
-
-@cache
-def _comments(section: type) -> dict[str, str]:
-    """By key: its comment."""
-    source = inspect.getsource(section)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {token.start[0]: token.string.removeprefix("# ") for token in tokens if token.type == tokenize.COMMENT}
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    fields = {
-        statement.target.id: statement
-        for statement in body.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    }
-    code_lines = {line for field in fields.values() for line in range(field.lineno, (field.end_lineno or 0) + 1)}
-
-    def comment(field: ast.AnnAssign) -> str:
-        above = field.lineno - 1
-        behind = by_line.get(field.end_lineno or 0, "")
-        return behind or ("" if above in code_lines else by_line.get(above, ""))
-
-    return {key: comment(field) for key, field in fields.items()}

@@ -31,6 +31,16 @@ _CHANNEL: Options = (
     ("grpc.enable_http_proxy", 0),
 )
 
+# The addresses of a name are tried in an order that each client draws, so that many clients spread over many servers.
+# Resolvers sort them, and all clients would take the same one.
+_SPREAD: Options = (("grpc.service_config", '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}'),)
+
+
+def options_of(address: str) -> Options:
+    """Return the options of a channel to an address: a list of addresses is tried in its own order, those of a name are
+    not."""
+    return _CHANNEL if address.startswith(("ipv4:", "ipv6:")) else (*_CHANNEL, *_SPREAD)
+
 
 def open_channel(address: str, tls: Tls | None = None, server_name: str = "") -> grpc.aio.Channel:
     """Open a channel to "host:port". It connects with the first call, and again whenever the connection is lost.
@@ -42,7 +52,7 @@ def open_channel(address: str, tls: Tls | None = None, server_name: str = "") ->
     the event loop that will use it.
     """
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL)
+        return grpc.aio.insecure_channel(address, options=options_of(address))
     named: Options = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key or None, tls.cert or None)
-    return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL, *named))
+    return grpc.aio.secure_channel(address, credentials, options=(*options_of(address), *named))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -38,7 +39,8 @@ class PageContent(NamedTuple):
     body: bytes
 
 
-Page = Callable[[], PageContent]  # called outside the event loop's thread
+# Called outside the event loop's thread. A page whose path ends in a slash, but for "/", receives what follows it.
+Page = Callable[..., PageContent]
 
 
 def json_page(figures: Callable[[], object]) -> Page:
@@ -76,15 +78,23 @@ def _app(registry: CollectorRegistry, pages: Mapping[str, Page]) -> WSGIApplicat
         if path in scraped:
             body: Iterable[bytes] = scraped[path](request, start)
             return body
-        if path not in pages:
+        page = _found(pages, path)
+        if page is None:
             return _respond(start, "404 Not Found", PageContent("text/plain", b"there is no such page\n"))
         try:
-            return _respond(start, "200 OK", pages[path]())
+            return _respond(start, "200 OK", page())
         except Exception:
             log.exception("page %s failed", path)
             return _respond(start, "503 Service Unavailable", PageContent("text/plain", b"not now; see the log\n"))
 
     return app
+
+
+def _found(pages: Mapping[str, Page], path: str) -> Page | None:
+    folder, _, name = path.rpartition("/")
+    if folder and f"{folder}/" in pages:
+        return partial(pages[f"{folder}/"], name)
+    return pages.get(path)
 
 
 def _respond(start: StartResponse, status: str, content: PageContent) -> list[bytes]:

@@ -14,6 +14,7 @@ async function look() {
     const answer = await fetch("live", { cache: "no-store" });
     if (!answer.ok) throw new Error(answer.status);
     take(await answer.json());
+    await lookAtTree();
     say("live", "live");
   } catch (error) {
     say("the router does not answer", "lost");
@@ -21,8 +22,62 @@ async function look() {
   setTimeout(look, EVERY_MS);
 }
 
+// One generation's tree, as its latest step verified it.
+let watched = "";
+
+function watch(session) {
+  watched = watched === session ? "" : session;
+  find("tree").hidden = !watched;
+  find("tree-plot").replaceChildren();
+  find("tree-name").textContent = `the tree of ${watched}: filled nodes were accepted`;
+  find("tree-state").textContent = "waiting for a step";
+  for (const button of document.querySelectorAll("#generations button")) {
+    button.setAttribute("aria-pressed", button.textContent === watched);
+  }
+}
+
+async function lookAtTree() {
+  const session = watched;
+  if (!session) return;
+  const answer = await fetch(`tree/${session}`, { cache: "no-store" });
+  const step = await answer.json();
+  if (session === watched && step.problem) find("tree-state").textContent = step.problem;
+  if (session === watched && step.nodes) tree(step);
+}
+
+function tree(step) {
+  const { add, width, height } = draw("tree-plot");
+  const depths = [], leaves = [];
+  step.nodes.forEach(([parent], at) => {
+    depths[at] = parent < 0 ? 1 : depths[parent] + 1;
+    leaves[at] = 0;
+  });
+  for (let at = step.nodes.length - 1, last = new Set(); at >= 0; at--) { // children come after their parents
+    if (!last.has(at)) leaves[at] = 1;
+    const parent = step.nodes[at][0];
+    if (parent >= 0) { leaves[parent] += leaves[at]; last.add(parent); }
+  }
+  const all = Math.max(1, step.nodes.reduce((sum, [parent], at) => sum + (parent < 0 ? leaves[at] : 0), 0));
+  const begins = [], taken = new Map([[-1, 0]]);
+  step.nodes.forEach(([parent], at) => {
+    begins[at] = taken.get(parent) ?? begins[parent];
+    taken.set(parent, begins[at] + leaves[at]);
+  });
+  const deepest = Math.max(1, ...depths);
+  const x = (at) => 12 + (at < 0 ? 0.5 : (begins[at] + leaves[at] / 2) / all) * (width - 24);
+  const y = (at) => 14 + (at < 0 ? 0 : depths[at] / deepest) * (height - 28);
+  step.nodes.forEach(([parent, , accepted], at) =>
+    add("line", { x1: x(parent), y1: y(parent), x2: x(at), y2: y(at), class: accepted ? "accepted" : "" }));
+  add("circle", { cx: x(-1), cy: y(-1), r: 5, class: "root" });
+  step.nodes.forEach(([, chance, accepted], at) =>
+    add("circle", { cx: x(at), cy: y(at), r: 3 + 5 * Math.sqrt(chance), class: accepted ? "accepted" : "" }));
+  find("tree-state").textContent = `position ${step.position}: ${step.nodes.length} nodes verified, ${step.accepted} accepted, `
+    + `${step.committed} tokens committed; ${step.left_out} nodes left out; pass ${step.pass_ms.toFixed(1)} ms, held back `
+    + `${step.waited_ms.toFixed(1)} ms, gamma ${step.gamma}. A larger node is likelier by its drafter.`;
+}
+
 function say(text, kind) {
-  find("state").textContent = text;
+  if (find("state").textContent !== text) find("state").textContent = text; // a screen reader reads it once
   find("state").className = kind;
 }
 
@@ -113,18 +168,38 @@ function bars(id, values) {
   });
 }
 
+// Rows and cells are kept as long as what their first cell names, so that whatever has the focus keeps it.
 function rows(id, lines) {
-  find(id).tBodies[0].replaceChildren(...lines.map((cells) => {
-    const row = document.createElement("tr");
-    for (const cell of cells) {
-      const made = row.insertCell();
-      made.textContent = cell.text ?? cell;
-      if (cell.bad) made.className = "bad";
-      if (cell.why) made.title = cell.why;
-      if (cell.long) made.classList.add("long");
-    }
-    return row;
-  }));
+  const body = find(id).tBodies[0];
+  const kept = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  lines.forEach((cells, at) => {
+    const key = cells[0].text ?? cells[0];
+    const row = kept.get(key) || document.createElement("tr");
+    kept.delete(key);
+    row.dataset.key = key;
+    if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] || null);
+    cells.forEach((cell, column) => fill(row.cells[column] || row.insertCell(), cell));
+  });
+  for (const row of kept.values()) row.remove();
+}
+
+function fill(made, cell) {
+  const text = String(cell.text ?? cell);
+  made.className = [cell.bad && "bad", cell.long && "long"].filter(Boolean).join(" ");
+  made.title = cell.why || "";
+  if (!cell.press) {
+    if (made.textContent !== text) made.textContent = text;
+    return;
+  }
+  let button = made.querySelector("button");
+  if (!button) {
+    button = document.createElement("button");
+    button.type = "button";
+    button.textContent = text;
+    button.addEventListener("click", cell.press);
+    made.append(button);
+  }
+  button.setAttribute("aria-pressed", text === watched);
 }
 
 // Of the last steps: since the answer that the figures at the top begin with.
@@ -158,7 +233,7 @@ function generations(now) {
   const before = new Map((seen.at(-2)?.generations || []).map((one) => [one.session, one]));
   rows("generations", now.generations.map((one) => {
     const then = before.get(one.session) || { tokens: 0, seconds: 0 };
-    return [one.session, one.model, one.tokens, shown(over(one.tokens - then.tokens, one.seconds - then.seconds), 0),
+    return [{ text: one.session, press: () => watch(one.session) }, one.model, one.tokens, shown(over(one.tokens - then.tokens, one.seconds - then.seconds), 0),
       shown(1 + over(one.accepted, one.steps), 2), one.gamma, one.verifier, one.drafters.join(", "),
       { text: one.speculation === "drafting" ? "drafting" : one.why, why: one.why, long: true }];
   }));

@@ -12,22 +12,23 @@ from importlib.resources import files
 from typing import Any
 
 from outrider.telemetry.pages import Page, PageContent, json_page
+from router.reporting.tree_view import ID_CHARACTERS, TreeView
 from router.sessions.generation import OwnedGeneration
 from router.sessions.session_open import RouterContext
 
 MAX_LISTED = 200
-ID_CHARACTERS = 8  # characters; enough to tell ids apart
 PAGES = {"/": "index.html", "/live.js": "live.js", "/live.css": "live.css"}
 KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
 
 
-def pages(router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]]) -> dict[str, Page]:
-    """Return the live page, its files, /live, the snapshot that it shows, and /control, which the controllers decide
-    from."""
+def pages(router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]], trees: TreeView) -> dict[str, Page]:
+    """Return the live page, its files, /live, the snapshot that it shows, /tree/SESSION, the shape of one generation's
+    tree, and /control, which the controllers decide from."""
     own = {path: _file(name) for path, name in PAGES.items()}
     return {
         **own,
         "/live": json_page(lambda: snapshot(router, running())),
+        "/tree/": trees.page,
         "/control": json_page(lambda: estimates(router, running())),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ class Peer(NamedTuple):
     labels: dict[str, str]
     namespace: dict[str, str]
     ports: dict[str, int]
+    address: str = "192.0.2.1"
 
     @property
     def governed(self) -> bool:
@@ -26,11 +28,14 @@ class Peer(NamedTuple):
 
 
 NAMESPACE = "kubernetes.io/metadata.name"
+DNS = "dns.operator.openshift.io/daemonset-dns"
 STRANGERS = [
     Peer("client", {}, {NAMESPACE: "apps", "outrider-client": "true"}, {}),
     Peer("prometheus", {"app.kubernetes.io/name": "prometheus"}, {NAMESPACE: "monitoring"}, {}),
     Peer("traces", {}, {NAMESPACE: "monitoring"}, {"otlp": 4317, "http": 80}),
     Peer("names", {"k8s-app": "kube-dns"}, {NAMESPACE: "kube-system"}, {"dns": 53}),
+    Peer("names on the node", {}, {}, {"dns": 53}, "169.254.20.10"),
+    Peer("OpenShift's names", {DNS: "default"}, {NAMESPACE: "openshift-dns"}, {"dns": 5353}),
     Peer("beside", {}, HERE, {"http": 80}),
     Peer("elsewhere", {}, {NAMESPACE: "default"}, {"http": 80}),
 ]
@@ -53,6 +58,7 @@ WATCHED: set[Edge] = {
 RANKS: set[Edge] = {("verifier", "verifier", port) for port in (6379, 6380, 7071, 7079, 9464)}
 EXPECTED = {
     "cpu-demo": CORE,
+    "learning": CORE | {("trainer", "redis", 6379)},
     "observability": CORE | WATCHED,
     "gpu": CORE | WATCHED | RANKS,
     "kuberay": CORE | WATCHED | RANKS,
@@ -73,7 +79,13 @@ def graph(manifests: list[Manifest]) -> set[Edge]:
                     if _allowed(policies, "egress", "to", source, target, target, port)
                     and _allowed(policies, "ingress", "from", target, source, target, port)
                 }
-    asks = {(peer.name, "names", 53) for peer in peers if peer.governed}
+    asks = {
+        (peer.name, names.name, port)
+        for peer in peers
+        for names in STRANGERS
+        for port in names.ports.values()
+        if peer.governed and "names" in names.name
+    }
     assert asks <= found
     return found - asks
 
@@ -100,6 +112,8 @@ def _fits(rule: Manifest, end: str, other: Peer, target: Peer, port: int) -> boo
 
 
 def _is(peer: Manifest, other: Peer) -> bool:
+    if "ipBlock" in peer:
+        return ip_address(other.address) in ip_network(peer["ipBlock"]["cidr"])
     near = selects(peer["namespaceSelector"], other.namespace) if "namespaceSelector" in peer else other.governed
     return near and ("podSelector" not in peer or selects(peer["podSelector"], other.labels))
 

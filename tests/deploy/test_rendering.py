@@ -36,7 +36,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
 
 
 def test_the_overlays_are_those_that_the_guide_describes() -> None:
-    assert set(OVERLAYS) == {"cpu-demo", "gpu", "kuberay", "observability"}
+    assert set(OVERLAYS) == {"cpu-demo", "gpu", "kuberay", "learning", "observability"}
     assert [name for name in OVERLAYS if f"`{name}`" not in GUIDE] == []
 
 
@@ -79,7 +79,7 @@ def test_what_pods_refer_to_is_there_or_is_asked_of_the_operator(overlay: list[M
             elif "secret" in volume:
                 assert volume["secret"]["secretName"] in secrets
             elif "persistentVolumeClaim" in volume:
-                assert volume["persistentVolumeClaim"]["claimName"] == "models"
+                assert volume["persistentVolumeClaim"]["claimName"] in ("models", "learned")
             else:
                 assert "emptyDir" in volume
         for container in pod.containers:

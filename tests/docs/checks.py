@@ -22,7 +22,7 @@ from tests.docs.sandbox import Sandbox
 
 SERVERS = {"up", "router", "verifier", "drafter", "gateway"}
 LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace", "train"}  # take from ten seconds to for ever
-DEPLOYING = {"docker", "helm", "kind", "kubectl", "podman"}  # there is no cluster of theirs
+DEPLOYING = {"docker", "helm", "kind", "kubectl", "kustomize", "podman"}  # there is no cluster of theirs
 MINIMAL: dict[str, Any] = {"router": {"models": {"target": "models/target"}}, "verifier": [{"model": "models/target"}]}
 
 
@@ -59,7 +59,7 @@ def check_command(command: str, sandbox: Sandbox) -> None:
         case ["outrider" | "python", *_]:
             sandbox.need_cluster()
             sandbox.run(command)
-        case ["pytest", *_]:
+        case ["pytest", *_] | ["source", ".venv/bin/activate"]:
             pass
         case [tool, *_] if tool in DEPLOYING:
             pass

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from docs.hooks import commands, configuration
+import outrider
+from docs.hooks import commands, configuration, sdk
+from docs.hooks.references import GENERATED, page, written
 from outrider import config
 from outrider.config import Section
 from outrider.simulation import deployment
@@ -31,6 +34,32 @@ def test_every_key_is_in_the_reference_and_described(heading: str, section: type
         assert value.strip(), key
         assert default.strip(), key
         assert len(what.strip()) > 3, f"{section.__name__}.{key}: a comment behind it describes it"
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_page_that_is_made_of_the_code_is_as_new_as_the_code(name: str) -> None:
+    assert page(name).read_text(encoding="utf-8") == written(name), "make references"
+
+
+def test_everything_public_of_the_sdk_is_in_its_reference_and_described() -> None:
+    shown = sdk.reference()
+    for name in outrider.__all__:
+        if name not in ("Client", "Stream", "errors"):
+            assert f"\n## {name}\n" in f"\n{shown}", name
+    for kind in (outrider.AsyncClient, outrider.AsyncStream):
+        for name, method in vars(kind).items():
+            if not name.startswith("_") and callable(method):
+                assert f"### {kind.__name__}.{name}\n" in shown, f"{name}: a docstring describes it"
+    assert "ForwardRef" not in shown
+
+
+def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown = [re.split(r"[\s|:]+", line) for line in text.partition("```text\n")[2].partition("```")[0].splitlines()]
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"][
+        0
+    ]
+    assert shown == [re.split(r"[\s|:]+", line) for line in layers["layers"]]
 
 
 def test_every_section_is_in_the_reference() -> None:

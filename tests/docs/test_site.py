@@ -57,7 +57,7 @@ def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with (tmp_path / "docs" / "glossary.md").open("a", encoding="utf-8") as page:
-        page.write("\n[a page](nowhere.md) and [a heading](operations.md#not-there)\n")
+        page.write("\n[a page](nowhere.md) and [a heading](redis.md#not-there)\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
     assert "nowhere.md" in done.stderr

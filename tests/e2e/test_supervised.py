@@ -46,6 +46,7 @@ KEPT = {  # tasks that are run again, by server
         "warm start",
         "session events",
         "training samples",
+        "tree view",
     },
     "verifier": {"loop lag", "announcement", "ticket keys"},
     "drafter": {"loop lag", "announcement", "learning", "ticket keys", "upstream"},

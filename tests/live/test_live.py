@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,12 +12,13 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any, NamedTuple
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import Page, async_playwright, expect
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROMPT = "def add(a, b):"
 ROLES = ("router", "verifier")
+SCREENSHOT_S = 60  # of plots in a screenshot that is kept
 
 
 class Shown(NamedTuple):
@@ -130,35 +133,140 @@ async def test_the_page_can_only_be_read(shown: Shown) -> None:
         assert answer.code == 405
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")
-async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
-    seen, messages = asyncio.Event(), list[str]()
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")
+PHONE, DESK = (390, 800), (1280, 900)  # CSS pixels
 
-    async def ask() -> None:
-        while not seen.is_set():
-            await shown.ask()
 
-    asking = asyncio.create_task(ask())
+@asynccontextmanager
+async def browsing(
+    shown: Shown, size: tuple[int, int] = DESK, scheme: Literal["light", "dark"] = "light"
+) -> AsyncIterator[Page]:
+    """The page in a browser. Its console has to stay empty."""
+    messages = list[str]()
     expect.set_options(timeout=40_000)  # ms; a browser takes its time on a machine that is busy
     async with async_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = await browser.new_page()
+        page = await browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
         page.on("console", lambda message: messages.append(message.text))
         page.on("pageerror", lambda error: messages.append(str(error)))
         await page.goto(f"http://{shown.page}/")
         await expect(page.locator("#state")).to_have_text("live")
-        await expect(page.locator("#generations tbody tr")).to_have_count(1)
-        assert await page.locator("#workers tbody tr").count() == 2
-        await expect(page.locator("#models tbody tr")).to_have_text(re.compile("^target"))
-        await expect(page.locator("#goodput")).to_have_text(re.compile("^[1-9]"))
-        await expect(page.locator("#goodput-plot path")).to_have_count(1)
-        seen.set()
-        await asking
-        await expect(page.locator("#generations tbody tr")).to_have_count(0)
-        assert await page.locator("#depth-plot rect").count() > 0
+        yield page
         await browser.close()
     assert messages == []
+
+
+@asynccontextmanager
+async def generating(shown: Shown) -> AsyncIterator[None]:
+    """A generation runs all the time, of one session."""
+    seen = asyncio.Event()
+
+    async def ask() -> None:
+        while not seen.is_set():
+            await shown.ask(900)
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        seen.set()
+        await asking
+
+
+@needs_browser
+async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
+    async with browsing(shown) as page:
+        async with generating(shown):
+            await expect(page.locator("#generations tbody tr")).to_have_count(1)
+            assert await page.locator("#workers tbody tr").count() == 2
+            await expect(page.locator("#models tbody tr")).to_have_text(re.compile("^target"))
+            await expect(page.locator("#goodput")).to_have_text(re.compile("^[1-9]"))
+            await expect(page.locator("#goodput-plot path")).to_have_count(1)
+        await expect(page.locator("#generations tbody tr")).to_have_count(0)
+        assert await page.locator("#depth-plot rect").count() > 0
+
+
+@needs_browser
+async def test_a_tree_is_drawn_for_whoever_has_a_keyboard_alone(shown: Shown) -> None:
+    async with browsing(shown) as page, generating(shown):
+        button = page.locator("#generations button").first
+        await expect(button).to_have_attribute("aria-pressed", "false")
+        await button.focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#tree")).to_be_visible()
+        await expect(page.locator("#tree-state")).to_have_text(re.compile(r"\d+ nodes verified, \d+ accepted"))
+        await expect(page.locator("#tree-plot circle.root")).to_have_count(1)
+        await expect(page.locator("#tree-plot circle.accepted").first).to_be_attached()
+        await expect(page.locator("#generations button:focus")).to_have_attribute("aria-pressed", "true")  # it kept it
+
+
+async def test_a_tree_has_no_tokens_and_only_of_what_runs(shown: Shown) -> None:
+    async def tree(session: str) -> Any:
+        return json.loads(await asyncio.to_thread(_get, f"http://{shown.page}/tree/{session}"))
+
+    assert "has ended" in (await tree("nobody00"))["problem"]
+    assert "has ended" in (await tree(""))["problem"]
+    async with generating(shown):
+        step: Any = {}
+        async with asyncio.timeout(30):
+            while not step.get("nodes"):
+                for one in (await shown.glance())["generations"]:
+                    step = await tree(one["session"])
+                await asyncio.sleep(0.05)
+    assert step.keys() == {
+        *(
+            "position",
+            "committed",
+            "accepted",
+            "left_out",
+            "hidden",
+            "pass_ms",
+            "waited_ms",
+            "gamma",
+            "drafters",
+            "nodes",
+        )
+    }
+    assert all(parent < at and 0 <= chance <= 1 for at, (parent, chance, _, _) in enumerate(step["nodes"]))
+    assert sum(accepted for _, _, accepted, _ in step["nodes"]) == step["accepted"] < step["committed"]
+
+
+@needs_browser
+async def test_everything_has_a_name_for_those_who_do_not_see_it(shown: Shown) -> None:
+    async with browsing(shown) as page, generating(shown):
+        await page.locator("#generations button").first.click()
+        await expect(page.locator("#tree-plot circle.root")).to_have_count(1)
+        for role, least in (("img", 5), ("table", 3), ("button", 1), ("region", 5)):
+            found = await page.get_by_role(role).all()
+            assert len(found) >= least, role
+            for one in found:
+                named = await one.evaluate(
+                    "it => it.ariaLabel || (it.getAttribute('aria-labelledby') || '').split(' ')"
+                    ".map(id => document.getElementById(id)?.textContent).join(' ') || it.textContent"
+                )
+                assert named.strip(), await one.evaluate("it => it.outerHTML")
+        assert await page.locator("th:not([scope])").count() == 0
+        assert await page.locator("html").get_attribute("lang") == "en"
+
+
+@needs_browser
+@pytest.mark.parametrize(("name", "size", "scheme"), [("page", DESK, "light"), ("page-dark-phone", PHONE, "dark")])
+async def test_a_screenshot(
+    shown: Shown, tmp_path: Path, name: str, size: tuple[int, int], scheme: Literal["light", "dark"]
+) -> None:
+    """`make screenshots` keeps them in docs/images."""
+    folder = Path(os.environ.get("OUTRIDER_SCREENSHOTS", tmp_path))
+    async with browsing(shown, size, scheme) as page, generating(shown):
+        await page.locator("#generations button").first.click()
+        await expect(page.locator("#tree-plot circle.accepted").first).to_be_attached()
+        await asyncio.sleep(SCREENSHOT_S if "OUTRIDER_SCREENSHOTS" in os.environ else 0)
+        image = await page.screenshot(path=folder / f"{name}.png", full_page=True)
+        wide = await page.evaluate("document.scrollingElement.scrollWidth")
+        paper = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert image.startswith(b"\x89PNG")
+    assert wide <= size[0]  # nothing but tables has to be moved sideways
+    assert (paper == "rgb(255, 255, 255)") is (scheme == "light")
 
 
 async def test_top_shows_the_same_in_a_terminal(shown: Shown) -> None:

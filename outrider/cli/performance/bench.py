@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +17,13 @@ from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
-    from outrider.cli.performance.load import Load, LoadResult
+    from rich.console import Console
+
+    from outrider.cli.performance.load import Load
+    from outrider.cli.performance.points import LoadPoint
+    from outrider.cli.performance.questions import Question
+    from outrider.cli.performance.spec_bench import AnswerOptions
+    from outrider.client import AsyncClient
 
 WIDTH = 120  # of a table in a file
 LIST_MODELS_S = 10.0  # timeout of the call that lists a router's models
@@ -29,25 +35,13 @@ class LoadSuite(StrEnum):
     GPU = "gpu"
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """The figures of one load with or without speculation."""
-
-    callers: int
-    repetition: int
-    speculative: bool
-    goodput: float  # tokens per second over all callers
-    answers: int
-    acceptance_length: float | None
-    first_token_p50_s: float | None
-    gap_p50_s: float | None
-    gap_p99_s: float | None
-    wire_bytes_per_token: float | None
-
-
 def bench(
     prompts: Annotated[
-        Path | None, typer.Argument(metavar="PROMPTS.jsonl", help='JSON lines: {"prompt": "..."}.')
+        Path | None,
+        typer.Argument(
+            metavar="PROMPTS.jsonl",
+            help='JSON lines {"prompt": "..."}, or the form of Spec-Bench, SPEED-Bench, ShareGPT or OpenAI\'s batches.',
+        ),
     ] = None,
     address: Address = None,
     profile: Profile = None,
@@ -62,50 +56,112 @@ def bench(
         list[float] | None,
         typer.Option("--temperature", help="Requests draw one of these; may be repeated. [default: 0, 1]"),
     ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send turns as plain text, to a model without a chat template.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with the figures that an earlier run wrote by --json.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plot tokens a second over callers, and acceptance by depth (.png, .svg)."),
+    ] = None,
+    aiperf: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write each load's figures in AIPerf's form, each in a folder of its own."),
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Instead of loads: answer each question both ways, and write Spec-Bench's files."
+        ),
     ] = None,
     suite: Annotated[
         LoadSuite | None,
         typer.Option(help="Measure the engine on this machine's GPU instead; needs a checkout (`make bench-gpu`)."),
     ] = None,
 ) -> None:
-    """Measure a running cluster, alternately without and with speculation. Answers continue after an end of text."""
+    """Measure a running cluster, alternately without and with speculation. Answers to loads continue after an end of
+    text; those of --answers do not."""
     if suite is not None:
         raise SystemExit(_run_suite(suite))
-    from outrider.cli.performance.load import Load, read_prompts
+    from outrider.cli.performance.load import Load
+    from outrider.cli.performance.plots import check_plot, draw
+    from outrider.cli.performance.points import read_points, write_points
+    from outrider.cli.performance.questions import read_questions
+    from outrider.cli.performance.spec_bench import AnswerOptions
 
     with reported():
         if prompts is None:
             raise ConfigError("PROMPTS.jsonl: a file of prompts is needed, for example examples/held_out.jsonl")
-        texts = [text for _, text in read_prompts(prompts)]
-        _check_writable(output)
-    drawn_from = tuple(temperatures or (0.0, 1.0))
+        questions = read_questions(prompts)
+        for flag, written in (("--json", output), ("--plot", plot), ("--aiperf", aiperf), ("--answers", answers)):
+            _check_writable(flag, written)
+        if plot is not None:
+            check_plot(plot)
+        earlier = None if against is None else read_points(against)
+        drawn_from = tuple(temperatures or ((0.0, 1.0) if answers is None else (0.0,)))
+        if answers is not None and len(drawn_from) > 1:
+            raise ConfigError("--temperature: --answers takes one; give it once")
+    if answers is not None:
+        options = AnswerOptions(model, max_tokens, drawn_from[0], raw)
+        _answer(address, profile, questions, options, answers)
+        return
+    texts = [question.prompt(raw=raw) for question in questions]
     loads = [
         (repetition, Load(texts, count, seconds, min(2.0, seconds / 4), max_tokens, drawn_from, seed=repetition))
         for count in callers or (1, 4)
         for repetition in range(repetitions)
     ]
-    points: list[_Point] = []
-    run_until_signal(_run(address, profile, model, loads, points))
+    points: list[LoadPoint] = []
+    run_until_signal(_run(address, profile, model, loads, points, aiperf))
     if len(points) < 2 * len(loads):
         raise SystemExit(INTERRUPTED)
-    _show(points)
+    _show(points, earlier)
     if output is not None:
-        output.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n", encoding="utf-8")
+        write_points(output, points)
+    if plot is not None:
+        draw(plot, points)
 
 
-def _check_writable(output: Path | None) -> None:
+def _check_writable(flag: str, output: Path | None) -> None:
     if output is not None and not output.resolve().parent.is_dir():
-        raise ConfigError(f"--json: {output.parent} is not a folder")
+        raise ConfigError(f"{flag}: {output.parent} is not a folder")
 
 
-async def _run(
-    address: str | None, profile: str | None, model: str, loads: list[tuple[int, Load]], points: list[_Point]
+def _answer(
+    address: str | None, profile: str | None, questions: list[Question], options: AnswerOptions, folder: Path
 ) -> None:
-    from rich.console import Console
+    """Answer all questions both ways, write the files, and show the table."""
+    from outrider.cli.performance.spec_bench import AnsweredQuestion, answer_questions, answers_table, write_answers
 
-    from outrider.cli.performance.load import apply_load
+    answered: list[AnsweredQuestion] = []
+
+    async def run() -> None:
+        from rich.console import Console
+
+        async with _served(address, profile, options.model) as client:
+            with Console(stderr=True).status("answering ...") as status:
+
+                def done(one: AnsweredQuestion) -> None:
+                    answered.append(one)
+                    status.update(f"{len(answered)} of {2 * len(questions)} answers ...")
+
+                await answer_questions(client, questions, options, done)
+
+    run_until_signal(run())
+    write_answers(folder, answered)
+    _screen().print(answers_table(answered))
+    if len(answered) < 2 * len(questions):
+        raise SystemExit(INTERRUPTED)
+
+
+@asynccontextmanager
+async def _served(address: str | None, profile: str | None, model: str) -> AsyncIterator[AsyncClient]:
+    """A client of a router that serves the model with drafters. Raises Unavailable."""
     from outrider.client import AsyncClient
     from outrider.errors import Unavailable
 
@@ -113,40 +169,52 @@ async def _run(
         served = [entry for entry in await client.models(timeout=LIST_MODELS_S) if model in ("", entry.name)]
         if not any(entry.drafters for entry in served):
             raise Unavailable(f"no drafter can draft for {model or 'a model'} at {client.address}; start one")
+        yield client
+
+
+async def _run(
+    address: str | None,
+    profile: str | None,
+    model: str,
+    loads: list[tuple[int, Load]],
+    points: list[LoadPoint],
+    aiperf: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from outrider.cli.performance.aiperf import write_export
+    from outrider.cli.performance.load import apply_load, request_of
+    from outrider.cli.performance.points import LoadPoint
+
+    async with _served(address, profile, model) as client:
         with Console(stderr=True).status("warming up ...") as status:
             for speculative in (False, True):
-                await client.generate(
-                    loads[0][1].prompts[0], model=model, max_tokens=16, speculation=_policy(speculative)
-                )
+                prompt, keywords = request_of(loads[0][1].prompts[0])
+                await client.generate(prompt, **keywords, model=model, max_tokens=16, speculation=_policy(speculative))
             for number, (repetition, load) in enumerate(loads):
                 for speculative in (False, True) if number % 2 else (True, False):
                     mode = "speculative" if speculative else "plain"
                     status.update(f"{load.callers} callers, repetition {repetition + 1}: {mode} ...")
                     result = await apply_load(client, load, speculation=_policy(speculative), model=model)
-                    points.append(_point(load.callers, repetition, speculative, result))
+                    points.append(LoadPoint.of(load.callers, repetition, speculative, result))
+                    if aiperf is not None:
+                        config = {"concurrency": load.callers, "speculation": mode, "max_tokens": load.max_tokens}
+                        write_export(aiperf / f"{load.callers}-callers-{mode}-{repetition + 1}", result, config)
 
 
-def _point(callers: int, repetition: int, speculative: bool, result: LoadResult) -> _Point:
-    from outrider.cli.performance.samples import acceptance_length, bytes_per_token, percentile
+def _screen() -> Console:
+    from rich.console import Console
 
-    samples = result.samples
-    gaps = [gap for sample in samples for gap in sample.gaps]
-    figures = (
-        acceptance_length(samples),
-        percentile((sample.first_token_s for sample in samples), 50),
-        percentile(gaps, 50),
-        percentile(gaps, 99),
-        bytes_per_token(samples),
-    )
-    known = [None if figure != figure else figure for figure in figures]  # NaN where no answer ended in time
-    return _Point(callers, repetition, speculative, result.goodput, len(samples), *known)
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    return screen
 
 
-def _show(points: list[_Point]) -> None:
+def _show(points: list[LoadPoint], earlier: list[LoadPoint] | None) -> None:
     from statistics import median
 
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
     from outrider.cli.performance.samples import paired_ratio
@@ -156,7 +224,7 @@ def _show(points: list[_Point]) -> None:
     for heading in (*columns, "first token, ms\nplain / spec.", "gap p50, ms\nplain / spec.", "p99, ms\nplain / spec."):
         table.add_column(heading, justify="right", no_wrap=True)
 
-    def median_of(chosen: list[_Point], figure: str, scale: float, digits: int) -> str:
+    def median_of(chosen: list[LoadPoint], figure: str, scale: float, digits: int) -> str:
         values = [getattr(point, figure) for point in chosen if getattr(point, figure) is not None]
         return f"{median(values) * scale:.{digits}f}" if values else "-"
 
@@ -177,10 +245,12 @@ def _show(points: list[_Point]) -> None:
                 for figure, digits in (("first_token_p50_s", 0), ("gap_p50_s", 1), ("gap_p99_s", 1))
             ),
         )
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = WIDTH
+    screen = _screen()
     screen.print(table)
+    if earlier is not None:
+        from outrider.cli.performance.against import comparison_table
+
+        screen.print(comparison_table(points, earlier))
     screen.print(
         "tok/s: durable tokens a second over all callers, the median over repetitions; speedup: the median of their "
         "ratios. Each caller sends its next request after an answer. A gap is the time between two arrivals; tokens "

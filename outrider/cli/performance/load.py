@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from outrider.cli.performance.samples import Sample, timed
 from outrider.core.session.contract import PolicyName
@@ -21,6 +21,27 @@ Speculation = PolicyName | None  # None: the router's default
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt of messages, which the model's chat template makes a text of."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+Prompt = str | Sequence[int] | Chat
+
+
+class ChatOptions(TypedDict, total=False):
+    """The keyword of a request that has messages."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+def request_of(prompt: Prompt) -> tuple[str | Sequence[int] | None, ChatOptions]:
+    """Return a request's prompt and its keywords."""
+    return (None, {"messages": prompt.messages}) if isinstance(prompt, Chat) else (prompt, {})
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Callers in a closed loop: each pauses, sends a request, reads the answer to its end, and pauses again.
 
@@ -28,7 +49,7 @@ class Load:
     the duration of an answer. Requests and pauses follow from the seed, so a load can be repeated.
     """
 
-    prompts: Sequence[str | Sequence[int]]
+    prompts: Sequence[Prompt]
     callers: int
     seconds: float  # duration of the measurement
     ramp_s: float  # duration of the load before the measurement
@@ -73,12 +94,14 @@ async def apply_load(
         while True:
             await asyncio.sleep(dice.expovariate(1.0 / load.think_s))
             prompt = dice.choice(load.prompts)
-            if load.salts and not isinstance(prompt, str):
+            if load.salts and not isinstance(prompt, str | Chat):
                 prompt = (dice.randrange(load.salts), *prompt)
+            text, keywords = request_of(prompt)
             sample = await timed(
                 client,
-                prompt,
+                text,
                 count,
+                **keywords,
                 model=model,
                 temperature=dice.choice(load.temperatures),
                 seed=dice.getrandbits(32),

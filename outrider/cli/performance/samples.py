@@ -50,7 +50,7 @@ class Sample:
 
 async def timed(
     client: AsyncClient,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | None,
     on_tokens: Callable[[int], None] = lambda tokens: None,
     **options: Unpack[Options],
 ) -> Sample:

@@ -57,13 +57,18 @@ def gateway(
     from outrider.config import GatewayConfig, parse
     from outrider.gateway.server import serve
     from outrider.telemetry import logs
+    from outrider.telemetry.loop_probe import LoopProbe
     from outrider.telemetry.process import exporting_telemetry
+
+    probe = LoopProbe()
+
+    def announce(address: str) -> None:
+        probe.watch()
+        print(f"outrider gateway: listening on {address}", flush=True)
 
     with reported():
         config = parse(GatewayConfig, given, "flags")
         logs.log_to_stderr(config.log_format)
-        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics):
-            run_until_signal(
-                serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True)),
-                fast_event_loop,
-            )
+        pages = {"/alive": probe.page}
+        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics, pages):
+            run_until_signal(serve(config, announce=announce), fast_event_loop)

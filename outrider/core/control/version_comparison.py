@@ -2,7 +2,7 @@
 
 Positions of one text are correlated, so that they are worth fewer independent ones. A difference is significant when it
 exceeds `STANDARD_ERRORS` (2) standard errors, computed with one independent observation for every
-`POSITIONS_PER_SAMPLE` positions. See docs/operations.md, "While drafters learn".
+`POSITIONS_PER_SAMPLE` positions. See docs/learning.md, "While drafters learn".
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.cli.performance.aiperf import FILE
+from outrider.cli.performance.points import LoadPoint, write_points
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.tiny import make_tiny
@@ -29,10 +31,18 @@ def prompts(folder: Path, content: str = '{"prompt": "w1 w2 w3"}\n{"prompt": "w4
         ('{"prompt": "x"}\n', ("--address", "127.0.0.1:1"), ("no router can be reached at 127.0.0.1:1",)),
         ('{"prompt": "x"}\n', ("--address", "here"), ("address: is 'here', must be HOST:PORT",)),
         ('{"prompt": "x"}\n', ("--json", "no-such/o.json"), ("--json: no-such is not a folder",)),
+        ('{"prompt": "x"}\n', ("--answers", "no-such/folder"), ("--answers: no-such is not a folder",)),
+        ('{"prompt": "x"}\n', ("--plot", "plot.txt"), ("--plot: plot.txt must end in .png",)),
+        ('{"prompt": "x"}\n', ("--against", "none.json"), ("none.json: No such file",)),
+        (
+            '{"prompt": "x"}\n',
+            ("--answers", "answers", "--temperature", "0", "--temperature", "1"),
+            ("--temperature: --answers takes one",),
+        ),
         ("", (), ("holds no prompt",)),
         ("text\n", (), ("must hold JSON lines",)),
     ],
-    ids=["dead cluster", "address", "json", "empty", "text"],
+    ids=["dead cluster", "address", "json", "answers", "plot", "against", "temperatures", "empty", "text"],
 )
 def test_what_cannot_be_measured_is_one_line_and_no_table(
     tmp_path: Path, content: str, flags: tuple[str, ...], fragments: tuple[str, ...]
@@ -57,6 +67,18 @@ def test_a_cluster_is_measured_over_prompts() -> None:
     assert "PROMPTS.jsonl: a file of prompts is needed" in result.stderr
 
 
+async def run(*command: str) -> str:
+    """What `outrider` prints. Raises AssertionError with its errors if it fails."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", *command),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    stdout, stderr = await child.communicate()
+    assert child.returncode == 0, stderr.decode()
+    return stdout.decode()
+
+
 async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
     target = make_tiny(tmp_path / "target", layers=2, width=32)
     config = ClusterConfig(
@@ -64,17 +86,21 @@ async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
         verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
         drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
     )
-    output = tmp_path / "figures.json"
+    output, plotted, exported = tmp_path / "figures.json", tmp_path / "plot.png", tmp_path / "aiperf"
+    earlier = tmp_path / "earlier.json"
+    write_points(earlier, [LoadPoint(2, at, True, 1.0 + at / 100, 1, 1.0, 0.1, 0.1, 0.1, 9.0) for at in range(2)])
     async with LocalCluster(config) as cluster:
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "outrider.cli", "bench", prompts(tmp_path), "--address", cluster.router_address),
-            *("--callers", "2", "--seconds", "1", "--repetitions", "1", "--max-tokens", "8", "--json", str(output)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        shown = await run(
+            *("bench", prompts(tmp_path), "--address", cluster.router_address, "--callers", "2", "--seconds", "1"),
+            *("--repetitions", "1", "--max-tokens", "8", "--json", str(output), "--plot", str(plotted)),
+            *("--aiperf", str(exported), "--against", str(earlier)),
         )
-        stdout, stderr = await child.communicate()
-    assert child.returncode == 0, stderr.decode()
-    assert "speedup" in stdout.decode()
+    assert "speedup" in shown
+    assert "too few repetitions" in shown
+    assert plotted.read_bytes().startswith(b"\x89PNG")
+    exports = {file.parent.name: json.loads(file.read_text()) for file in exported.rglob(FILE)}
+    assert exports.keys() == {"2-callers-plain-1", "2-callers-speculative-1"}
+    assert all(export["output_sequence_length"]["avg"] == 8.0 for export in exports.values())
     points = json.loads(output.read_text())
     assert [(point["callers"], point["speculative"]) for point in points] == [(2, True), (2, False)]
     speculative, plain = points
@@ -82,3 +108,38 @@ async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
     assert plain["goodput"] > 0
     assert plain["acceptance_length"] == 1.0 <= speculative["acceptance_length"]
     assert plain["wire_bytes_per_token"] == 0 < speculative["wire_bytes_per_token"]
+
+
+async def test_it_answers_questions_both_ways_for_spec_bench(tmp_path: Path) -> None:
+    target = make_tiny(tmp_path / "target", layers=2, width=32)
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
+        drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
+    )
+    asked = [
+        {"question_id": 81, "category": "writing", "turns": ["w1 w2", " w3"]},
+        {"question_id": 82, "category": "math", "turns": ["w4"]},
+    ]
+    file = prompts(tmp_path, "".join(f"{json.dumps(question)}\n" for question in asked))
+    folder = tmp_path / "answers"
+    async with LocalCluster(config) as cluster:
+        shown = await run(
+            *("bench", file, "--address", cluster.router_address, "--raw", "--max-tokens", "12"),
+            *("--temperature", "1", "--answers", str(folder)),
+        )
+    assert "2 of 2" in shown
+    plain, drafted = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("outrider-plain.jsonl", "outrider.jsonl")
+    )
+    for answers in (plain, drafted):
+        assert [(line["question_id"], line["category"]) for line in answers] == [(81, "writing"), (82, "math")]
+        for line in answers:
+            (choice,) = line["choices"]
+            turns = len(choice["turns"])
+            assert len(choice["new_tokens"]) == len(choice["wall_time"]) == len(choice["decoding_steps"]) == turns
+            assert sum(choice["accept_lengths"]) >= sum(choice["new_tokens"])  # what max_tokens cuts off was accepted
+            assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+    assert [line["choices"][0]["turns"] for line in plain] == [line["choices"][0]["turns"] for line in drafted]
+    assert all(length == 1 for line in plain for length in line["choices"][0]["accept_lengths"])

@@ -21,7 +21,7 @@ from outrider.core.session.speculation_status import (
 )
 from outrider.v1 import types_pb2
 
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+REASONS_PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 Reason = SpeculationReason
 
 
@@ -35,7 +35,7 @@ def tally(**steps: int) -> SpeculationTally:
 
 def test_every_reason_has_an_explanation_a_number_on_the_wire_and_a_row_in_the_operations() -> None:
     section = (
-        OPERATIONS.read_text(encoding="utf-8").partition("\n## Why is it not speculating?\n")[2].partition("\n## ")[0]
+        REASONS_PAGE.read_text(encoding="utf-8").partition("\n## Why is it not speculating?\n")[2].partition("\n## ")[0]
     )
     assert re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE) != []
     assert set(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == {reason.value for reason in Reason}
