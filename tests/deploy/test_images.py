@@ -16,7 +16,7 @@ from tests.deploy.manifests import DEMO_IMAGE, OVERLAYS, ROLES, ROOT, rendered, 
 IGNORED = DOCKERFILE.with_suffix(".dockerignore")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = ROOT / "outrider" / "engine" / "cpu" / "src"
-TARGETS = {*ROLES, "demo"}
+TARGETS = {*ROLES, "trainer", "demo"}
 
 
 def copied(stage: str) -> list[str]:
@@ -26,7 +26,7 @@ def copied(stage: str) -> list[str]:
 
 
 def test_every_target_is_a_role_and_the_manifests_name_no_other() -> None:
-    assert [*stages()][-len(TARGETS) :] == ["router", "gateway", "verifier", "drafter", "demo"]
+    assert [*stages()][-len(TARGETS) :] == ["router", "gateway", "verifier", "drafter", "trainer", "demo"]
     for overlay in OVERLAYS:
         for pod, container in servers(overlay):
             name = container["image"].partition(":")[0]
@@ -102,5 +102,5 @@ def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
 def test_extras_that_stages_install_exist() -> None:
     text = " ".join(line for stage in stages().values() for line in stage)
     named = re.findall(r"\.whl\)\[([\w,]+)\]", text) + re.findall(r"ARG EXTRAS=([\w,]+)", text)
-    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve"}
-    assert {"router", "gateway", "serve", "ray"} <= PROJECT["project"]["optional-dependencies"].keys()
+    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve", "train"}
+    assert {"router", "gateway", "serve", "train", "ray"} <= PROJECT["project"]["optional-dependencies"].keys()

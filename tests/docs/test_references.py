@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import tomllib
 from pathlib import Path
@@ -22,8 +23,12 @@ ROOT = Path(__file__).parents[2]
 def rows(markdown: str, heading: str) -> dict[str, list[str]]:
     """The cells of the table under a heading, by the first name in its first cell."""
     section = markdown.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    cells = [line.strip("| ").split(" | ") for line in re.findall(r"^\| `.*", section, re.MULTILINE)]
-    return {re.match(r"`([^`]+)`", row[0])[1]: row for row in cells}  # type: ignore[index]
+    lines = [
+        html.unescape(re.sub("</?code>", "`", line))
+        for line in re.findall(r"^\| (?:`|<code>).*", section, re.MULTILINE)
+    ]
+    cells = [re.findall(r"(?:`[^`]*`|[^|`])+", line.strip("| ")) for line in lines]
+    return {re.match(r"`([^`]+)`", row[0])[1]: [cell.strip() for cell in row] for row in cells}  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("heading", "section", "command"), configuration.SECTIONS)
@@ -92,9 +97,9 @@ def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
 
 def test_every_test_that_a_page_names_is_there() -> None:
     named = 0
-    for page in (ROOT / "docs").rglob("*.md"):
-        for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text(encoding="utf-8")):
+    for file in (ROOT / "docs").rglob("*.md"):
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", file.read_text(encoding="utf-8")):
             named += 1
-            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+            assert (ROOT / path).is_file(), f"{file.name}: {path}"
             assert not test or re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE), test
     assert named > 40

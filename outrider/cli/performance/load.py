@@ -21,13 +21,13 @@ Speculation = PolicyName | None  # None: the router's default
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatPrompt:
     """A prompt of messages, which the model's chat template makes a text of."""
 
     messages: tuple[Mapping[str, Any], ...]
 
 
-Prompt = str | Sequence[int] | Chat
+Prompt = str | Sequence[int] | ChatPrompt
 
 
 class ChatOptions(TypedDict, total=False):
@@ -38,7 +38,7 @@ class ChatOptions(TypedDict, total=False):
 
 def request_of(prompt: Prompt) -> tuple[str | Sequence[int] | None, ChatOptions]:
     """Return a request's prompt and its keywords."""
-    return (None, {"messages": prompt.messages}) if isinstance(prompt, Chat) else (prompt, {})
+    return (None, {"messages": prompt.messages}) if isinstance(prompt, ChatPrompt) else (prompt, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ async def apply_load(
         while True:
             await asyncio.sleep(dice.expovariate(1.0 / load.think_s))
             prompt = dice.choice(load.prompts)
-            if load.salts and not isinstance(prompt, str | Chat):
+            if load.salts and not isinstance(prompt, str | ChatPrompt):
                 prompt = (dice.randrange(load.salts), *prompt)
             text, keywords = request_of(prompt)
             sample = await timed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,7 @@ def read_points(file: Path) -> list[LoadPoint]:
     """Read what `write_points` wrote; earlier versions wrote no depths. Raises ConfigError."""
     try:
         entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-        points = [
-            LoadPoint(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-            for entry in entries
-        ]
+        points = [LoadPoint(**_with_tuples(entry)) for entry in entries]
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from None
     except (ValueError, TypeError, AttributeError):
@@ -67,3 +64,7 @@ def read_points(file: Path) -> list[LoadPoint]:
     if not points:
         raise ConfigError(f"{file}: holds no figures")
     return points
+
+
+def _with_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.performance.load import Chat
+from outrider.cli.performance.load import ChatPrompt
 from outrider.errors import ConfigError
 
 HUMAN = {"human", "user"}  # authors of ShareGPT's messages whose turn is a question
@@ -37,11 +37,11 @@ class Question:
     before: tuple[Mapping[str, Any], ...] = ()  # messages before the first turn
     chat: bool = True  # it is made for a chat model: turns are messages
 
-    def prompt(self, *, raw: bool) -> str | Chat:
+    def prompt(self, *, raw: bool) -> str | ChatPrompt:
         """Return the request of the first turn. `raw`: as plain text, for a model without a chat template."""
         if raw or not self.chat:
             return self.turns[0]
-        return Chat((*self.before, {"role": "user", "content": self.turns[0]}))
+        return ChatPrompt((*self.before, {"role": "user", "content": self.turns[0]}))
 
 
 def read_questions(file: Path) -> list[Question]:

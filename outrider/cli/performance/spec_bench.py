@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from outrider.cli.performance.load import ChatPrompt, request_of
 from outrider.cli.performance.questions import Question
 
 if TYPE_CHECKING:
@@ -74,10 +75,11 @@ async def _ask(
     for turn in question.turns:
         messages.append({"role": "user", "content": turn})
         text += turn
+        prompt, keywords = request_of(text if raw else ChatPrompt(tuple(messages)))
         began = time.perf_counter()
         answer = await client.generate(
-            text if raw else None,
-            **({} if raw else {"messages": messages}),
+            prompt,
+            **keywords,
             model=options.model,
             max_tokens=options.max_tokens,
             temperature=options.temperature,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.performance.load import Chat
+from outrider.cli.performance.load import ChatPrompt
 from outrider.cli.performance.questions import Question, read_questions
 from outrider.errors import ConfigError
 
@@ -73,7 +73,7 @@ def test_turns_are_messages_unless_the_model_has_no_template(tmp_path: Path) -> 
     plain, chat = read_questions(written(tmp_path, {"prompt": "x"}, BATCH))
     assert plain.prompt(raw=False) == "x"
     assert chat.prompt(raw=True) == "Hello"
-    assert chat.prompt(raw=False) == Chat(tuple(BATCH["body"]["messages"]))  # type: ignore[index]
+    assert chat.prompt(raw=False) == ChatPrompt(tuple(BATCH["body"]["messages"]))  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
