@@ -42,10 +42,10 @@ async function lookAtTree() {
   const answer = await fetch(`tree/${session}`, { cache: "no-store" });
   const step = await answer.json();
   if (session === watched && step.problem) find("tree-state").textContent = step.problem;
-  if (session === watched && step.nodes) tree(step);
+  if (session === watched && step.nodes) tree(step, seen.at(-1).generations.some((one) => one.session === session));
 }
 
-function tree(step) {
+function tree(step, runs) {
   const { add, width, height } = draw("tree-plot");
   const depths = [], leaves = [];
   step.nodes.forEach(([parent], at) => {
@@ -71,7 +71,7 @@ function tree(step) {
   add("circle", { cx: x(-1), cy: y(-1), r: 5, class: "root" });
   step.nodes.forEach(([, chance, accepted], at) =>
     add("circle", { cx: x(at), cy: y(at), r: 3 + 5 * Math.sqrt(chance), class: accepted ? "accepted" : "" }));
-  find("tree-state").textContent = `position ${step.position}: ${step.nodes.length} nodes verified, ${step.accepted} accepted, `
+  find("tree-state").textContent = `${runs ? "" : "It has ended; its last step: "}position ${step.position}: ${step.nodes.length} nodes verified, ${step.accepted} accepted, `
     + `${step.committed} tokens committed; ${step.left_out} nodes left out; pass ${step.pass_ms.toFixed(1)} ms, held back `
     + `${step.waited_ms.toFixed(1)} ms, gamma ${step.gamma}. A larger node is likelier by its drafter.`;
 }

@@ -42,9 +42,12 @@ class LoadPoint:
             percentile(gaps, 99),
             bytes_per_token(samples),
         )
-        known = [None if figure != figure else figure for figure in figures]  # NaN
+        length, first, gap, long_gap, wire = (None if figure != figure else figure for figure in figures)  # NaN
         reached, tried = (tuple(map(int, steps)) for steps in steps_by_depth(samples))
-        return cls(callers, repetition, speculative, result.goodput, len(samples), *known, reached, tried)
+        goodput, answers = result.goodput, len(samples)
+        return cls(
+            callers, repetition, speculative, goodput, answers, length, first, gap, long_gap, wire, reached, tried
+        )
 
 
 def write_points(file: Path, points: Sequence[LoadPoint]) -> None:
