@@ -7,12 +7,15 @@ that has none, so that what the machine does by itself is seen as well: the rati
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -42,6 +45,7 @@ SALTS = 1000
 SEED = 2024
 OTHER_SEED = 1_000_000  # added for the second plain window
 PROSE = Path("README.md")
+LOOK_S = 0.5  # between two looks at the governor
 LEAST_PROSE = 200  # characters of a paragraph that is a prompt
 
 
@@ -60,6 +64,39 @@ class ShiftingLoad:
         return f"{self.callers} callers, {self.text}, T = {drawn}, {self.round_trip_ms:g} ms, {self.drafters} drafters"
 
 
+@dataclass(slots=True)
+class ControlLog:
+    """What the verifier's governor did in a window, looked at twice a second: what a window has lost is speculation's
+    doing only as far as it drafted, and the governor has noticed it only as far as the delay budget was spent."""
+
+    arms: Counter[str] = field(default_factory=Counter)  # in force, at how many looks
+    least_budget_s: float = math.inf  # of delay
+
+    @asynccontextmanager
+    async def watching(self, cluster: BenchCluster) -> AsyncIterator[None]:
+        """Look while the body runs."""
+
+        async def look() -> None:
+            while True:
+                steering = (await cluster.control("verifier-0"))["steering"]
+                self.arms[steering["arm"]] += 1
+                self.least_budget_s = min(self.least_budget_s, steering["delay_budget_s"])
+                await asyncio.sleep(LOOK_S)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    def __str__(self) -> str:
+        looks = max(1, self.arms.total())
+        arms = ", ".join(f"{arm} {count / looks:.0%}" for arm, count in self.arms.most_common())
+        return f"{arms or '-'}; {1e3 * self.least_budget_s:.0f} ms"
+
+
 @dataclass(frozen=True, slots=True)
 class WindowFigures:
     """Tokens per second in one window: with drafters, and decoded plainly before and after it."""
@@ -68,6 +105,7 @@ class WindowFigures:
     ours: float
     before: float
     after: float
+    control: ControlLog
 
     @property
     def over_plain(self) -> float:
@@ -103,10 +141,12 @@ class Clusters:
         """Run the load for three windows."""
         window = Load(prompts, load.callers, WINDOW_S, 0.0, ANSWER, load.temperatures, seed=seed, salts=SALTS)
         before = await apply_load(self._plain.client, window, speculation="off")
-        ours = await apply_load(self._ours.client, window)
+        control = ControlLog()
+        async with control.watching(self._ours):
+            ours = await apply_load(self._ours.client, window)
         again = replace(window, seed=seed + OTHER_SEED)  # other first tokens, because KV of those before is cached
         after = await apply_load(self._plain.client, again, speculation="off")
-        return WindowFigures(load, ours.goodput, before.goodput, after.goodput)
+        return WindowFigures(load, ours.goodput, before.goodput, after.goodput, control)
 
 
 def main(
@@ -172,7 +212,7 @@ async def _measure(
 async def _clusters(target: Path, drafter: Path) -> AsyncIterator[Clusters]:
     async with FaultProxy("") as proxy:
         router = RouterConfig(listen="127.0.0.1:0", models={"target": target})
-        verifier = VerifierConfig(model=target, name="target", threads=2, slots=SLOTS)
+        verifier = VerifierConfig(model=target, name="target", threads=2, slots=SLOTS, metrics="127.0.0.1:0")
         plain = ClusterConfig(router=router, verifier=[verifier])
         drafters = [DrafterConfig(model=drafter, slots=SLOTS, via=proxy.address) for _ in range(DRAFTERS)]
         ours = ClusterConfig(router=router, verifier=[verifier], drafter=drafters)
@@ -202,13 +242,13 @@ def last_line(figures: Sequence[WindowFigures]) -> str:
 def _print(figures: Sequence[WindowFigures]) -> None:
     table = Table(box=SIMPLE, show_edge=False)
     table.add_column("load")
-    for name in ("tokens/s", "plain before", "plain after", "over plain", "plain alone"):
+    for name in ("tokens/s", "plain before", "plain after", "over plain", "plain alone", "arms; least budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for it in figures:
         speeds = (f"{speed:.0f}" for speed in (it.ours, it.before, it.after))
-        table.add_row(str(it.load), *speeds, f"{it.over_plain:.2f}", f"{it.by_itself:.2f}")
+        table.add_row(str(it.load), *speeds, f"{it.over_plain:.2f}", f"{it.by_itself:.2f}", str(it.control))
     console = Console(highlight=False)
-    console.width = max(120, console.width)
+    console.width = max(160, console.width)
     console.print(table)
 
 

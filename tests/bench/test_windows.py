@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench import windows
-from bench.windows import DRAFTERS, ShiftingLoad, WindowFigures, last_line, shifting_loads
+from bench.windows import DRAFTERS, ControlLog, ShiftingLoad, WindowFigures, last_line, shifting_loads
 
 LOAD = ShiftingLoad(2, "code", (0.0, 1.0), 5.0, 1)
 
 
 def test_the_line_for_scripts_has_the_worst_window_and_that_of_plain_decoding() -> None:
-    figures = [WindowFigures(LOAD, ours, 90.0, 110.0) for ours in (96.0, 150.0, 200.0)]
+    figures = [WindowFigures(LOAD, ours, 90.0, 110.0, ControlLog()) for ours in (96.0, 150.0, 200.0)]
     assert last_line(figures) == (
         "windows: worst=0.96 tenth=0.96 median=1.50 all=1.49 plain_worst=0.90 plain_tenth=0.90"
     )
@@ -41,3 +41,4 @@ async def test_windows_of_a_real_cluster_whose_drafters_go_and_come_back(monkeyp
     await windows._measure(models / "target", models / "drafter", {"code": [(1, 2, 3)]}, 6, 1, figures)
     assert [it.load for it in figures] == [load for load in loads for _ in range(windows.STRETCH)]
     assert all(min(it.ours, it.before, it.after) > 0.0 for it in figures)
+    assert all(it.control.arms.total() and it.control.least_budget_s <= 0.1 for it in figures)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -121,15 +121,25 @@ def bench(
     if len(points) < 2 * len(loads):
         raise SystemExit(INTERRUPTED)
     _show(points, earlier)
-    if output is not None:
-        write_points(output, points)
-    if plot is not None:
-        draw(plot, points)
+    with reported(), _writing():
+        if output is not None:
+            write_points(output, points)
+        if plot is not None:
+            draw(plot, points)
 
 
 def _check_writable(flag: str, output: Path | None) -> None:
     if output is not None and not output.resolve().parent.is_dir():
         raise ConfigError(f"{flag}: {output.parent} is not a folder")
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Raises ConfigError for a file that cannot be written, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'a file'}: cannot be written ({error.strerror or error})") from None
 
 
 def _answer(
@@ -152,8 +162,11 @@ def _answer(
 
                 await answer_questions(client, questions, options, done)
 
-    run_until_signal(run())
-    write_answers(folder, answered)
+    try:
+        run_until_signal(run())
+    finally:  # hours may be in them
+        with reported(), _writing():
+            write_answers(folder, answered)
     _screen().print(answers_table(answered))
     if len(answered) < 2 * len(questions):
         raise SystemExit(INTERRUPTED)
@@ -199,7 +212,8 @@ async def _run(
                     points.append(LoadPoint.of(load.callers, repetition, speculative, result))
                     if aiperf is not None:
                         config = {"concurrency": load.callers, "speculation": mode, "max_tokens": load.max_tokens}
-                        write_export(aiperf / f"{load.callers}-callers-{mode}-{repetition + 1}", result, config)
+                        with _writing():
+                            write_export(aiperf / f"{load.callers}-callers-{mode}-{repetition + 1}", result, config)
 
 
 def _screen() -> Console:

@@ -67,16 +67,16 @@ def test_a_cluster_is_measured_over_prompts() -> None:
     assert "PROMPTS.jsonl: a file of prompts is needed" in result.stderr
 
 
-async def run(*command: str) -> str:
-    """What `outrider` prints. Raises AssertionError with its errors if it fails."""
+async def run(*command: str, status: int = 0) -> str:
+    """What `outrider` prints, or its error. Raises AssertionError where it ends with another status."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "outrider.cli", *command),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     stdout, stderr = await child.communicate()
-    assert child.returncode == 0, stderr.decode()
-    return stdout.decode()
+    assert child.returncode == status, stderr.decode()
+    return (stderr if status else stdout).decode()
 
 
 async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
@@ -128,6 +128,12 @@ async def test_it_answers_questions_both_ways_for_spec_bench(tmp_path: Path) -> 
             *("bench", file, "--address", cluster.router_address, "--raw", "--max-tokens", "12"),
             *("--temperature", "1", "--answers", str(folder)),
         )
+        full = await run(
+            *("bench", file, "--address", cluster.router_address, "--raw", "--max-tokens", "2", "--seconds", "1"),
+            *("--repetitions", "1", "--callers", "1", "--json", "/dev/full"),
+            status=2,
+        )
+    assert "cannot be written (No space left on device)" in full
     assert "2 of 2" in shown
     plain, drafted = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
