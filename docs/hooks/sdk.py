@@ -22,7 +22,7 @@ def reference() -> str:
     """All of it, in Markdown."""
     names = [CLIENT, STREAM, *(name for name in outrider.__all__ if name not in (CLIENT, STREAM, "errors"))]
     sections = [_section(name, getattr(outrider, name)) for name in names if name not in ("Client", "Stream")]
-    tree = inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2]
+    tree = _prose(errors).partition("\n\n")[2]
     return "\n\n".join([*sections, f"## Errors\n\nAll are in `outrider.errors`.\n\n```text\n{tree}\n```"])
 
 
@@ -38,19 +38,14 @@ def _section(name: str, described: Any) -> str:
 
 
 def _prose(described: Any) -> str:
-    """A docstring; names of the package and of arguments are as they are typed."""
+    """Its docstring."""
     return inspect.cleandoc(described.__doc__ or "")
 
 
 def _enumeration(described: type[enum.Enum]) -> str:
-    comments = _member_comments(described)
-    rows = [(code(member.value), comments.get(member.name, "")) for member in described]
+    comments = field_comments(described)
+    rows = [(code(member.value), comments[member.name]) for member in described]
     return table(("value", "what it means"), rows)
-
-
-def _member_comments(described: type[enum.Enum]) -> dict[str, str]:
-    found = re.findall(r"^\s+(\w+) = .*?# (.*)$", inspect.getsource(described), re.MULTILINE)
-    return dict(found)
 
 
 def _fields(described: type) -> list[tuple[str, str, str]]:
@@ -93,4 +88,4 @@ def _typed(annotation: Any) -> str:
 
 
 def _first(value: property) -> str:
-    return inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+    return _prose(value).partition("\n\n")[0].replace("\n", " ")

@@ -1,13 +1,27 @@
-"""Whether an event loop takes up work: for probes of liveness, which start a process again that is stuck."""
+"""Questions to an event loop from another thread, for pages: its answer, or that it is stuck."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from outrider.errors import Unavailable
 from outrider.telemetry.pages import PageContent
 
 ANSWER_S = 3.0  # the loop is stuck if it takes up nothing for so long
+
+ResultT = TypeVar("ResultT")
+
+
+def answer_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, ResultT], within_s: float) -> ResultT:
+    """Return what the work returns on the loop. Called in another thread. Raises Unavailable if it takes too long."""
+    answer = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return answer.result(within_s)
+    except TimeoutError:
+        answer.cancel()
+        raise Unavailable(f"the event loop has done nothing for {within_s:g} s") from None
 
 
 class LoopProbe:
@@ -23,10 +37,5 @@ class LoopProbe:
     def page(self) -> PageContent:
         """Return the page. Called in a thread other than the loop's. Raises Unavailable if the loop is stuck."""
         if self._loop is not None:
-            turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-            try:
-                turn.result(ANSWER_S)
-            except TimeoutError:
-                turn.cancel()
-                raise Unavailable(f"the event loop has done nothing for {ANSWER_S:g} s") from None
+            answer_of(self._loop, asyncio.sleep(0), ANSWER_S)
         return PageContent("text/plain", b"alive\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import OutriderError, Unavailable
+from outrider.telemetry.loop_probe import answer_of
 from outrider.telemetry.pages import PageContent
 from outrider.v1 import types_pb2
 from router.sessions.generation import OwnedGeneration
@@ -31,9 +32,9 @@ Steps = Callable[[str, str], AsyncGenerator[types_pb2.StepTree, None]]  # of a t
 
 @dataclass(slots=True)
 class _WatchedTree:
+    task: asyncio.Task[None]
     asked_at: float
     shape: Shape = field(default_factory=dict)
-    task: asyncio.Task[None] | None = None
 
 
 class TreeView:
@@ -52,11 +53,11 @@ class TreeView:
             while True:
                 await asyncio.sleep(CHECK_S)
                 for watched in self._watched.values():
-                    if watched.task is not None and watched.asked_at + UNASKED_S < self._loop.time():
+                    if watched.asked_at + UNASKED_S < self._loop.time():
                         watched.task.cancel()
         finally:
             self._loop = None
-            tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
+            tasks = [watched.task for watched in self._watched.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -68,12 +69,7 @@ class TreeView:
         """
         if self._loop is None:
             raise Unavailable("the router starts or ends")
-        answer = asyncio.run_coroutine_threadsafe(self._look(name), self._loop)
-        try:
-            shape = answer.result(ANSWER_S)
-        except TimeoutError:
-            answer.cancel()
-            raise Unavailable(f"the event loop has not answered within {ANSWER_S:g} s") from None
+        shape = answer_of(self._loop, self._look(name), ANSWER_S)
         return PageContent("application/json", json.dumps(shape).encode())
 
     async def _look(self, name: str) -> Shape:
@@ -85,12 +81,13 @@ class TreeView:
                 return {"problem": "this generation has ended, or runs at another router"}
             if len(self._watched) >= MAX_WATCHED:
                 return {"problem": f"{MAX_WATCHED} trees are looked at already; close one"}
-            watched = self._watched[name] = _WatchedTree(now)
-            watched.task = asyncio.create_task(self._watch(name, watched, generation.tenant, generation.session_id))
+            task = asyncio.create_task(self._watch(name, generation.tenant, generation.session_id))
+            watched = self._watched[name] = _WatchedTree(task, now)
         watched.asked_at = now
         return watched.shape
 
-    async def _watch(self, name: str, watched: _WatchedTree, tenant: str, session_id: str) -> None:
+    async def _watch(self, name: str, tenant: str, session_id: str) -> None:
+        watched = self._watched[name]
         try:
             async with aclosing(self._steps(tenant, session_id)) as steps:
                 async for step in steps:

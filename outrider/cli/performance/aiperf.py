@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from outrider.cli.performance.load import LoadResult
+from outrider.cli.performance.samples import percentile
 
 SCHEMA = "1.1"
 FILE = "profile_export_aiperf.json"
@@ -71,7 +72,7 @@ def _distribution(unit: str, values: Iterable[float]) -> Metric:
         "avg": float(known.mean()),
         "min": float(known.min()),
         "max": float(known.max()),
-        **{f"p{percent}": float(np.percentile(known, percent)) for percent in PERCENTILES},
+        **{f"p{percent}": percentile(known, percent) for percent in PERCENTILES},
         "std": float(known.std(ddof=1)) if known.size > 1 else 0.0,
         "count": int(known.size),
         "sum": float(known.sum()),

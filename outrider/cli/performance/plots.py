@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from outrider.cli.performance.points import LoadPoint
+from outrider.cli.performance.samples import acceptance_by_depth
 from outrider.errors import ConfigError
 
 KINDS = (".png", ".svg", ".pdf")
@@ -41,20 +42,10 @@ def draw(file: Path, points: Sequence[LoadPoint]) -> None:
     speeds.legend()
     for callers in loads:
         steps = [point for point in points if point.callers == callers and point.speculative]
-        shares = _acceptance(steps)
+        shares = acceptance_by_depth(steps)
         if shares:
             depths.plot(range(1, len(shares) + 1), shares, marker="o", label=f"{callers} callers")
     depths.set(xlabel="depth", ylabel="accepted of verified", ylim=(0, 1), title="acceptance by depth")
     if depths.lines:
         depths.legend()
     figure.savefig(file)
-
-
-def _acceptance(points: Sequence[LoadPoint]) -> list[float]:
-    """Return, for depth d at index d - 1, the steps whose path reached d over those that verified a node there."""
-    depth = max((len(point.tried_by_depth) for point in points), default=0)
-    sums = [
-        [sum(steps[at] for point in points if len(steps := getattr(point, name)) > at) for at in range(depth)]
-        for name in ("reached_by_depth", "tried_by_depth")
-    ]
-    return [reached / tried for reached, tried in zip(*sums, strict=True) if tried]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Protocol, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +101,17 @@ def bytes_per_token(samples: Iterable[Sample]) -> float:
     return sum(sample.wire_bytes for sample in known) / tokens if tokens else float("nan")
 
 
-def steps_by_depth(samples: Iterable[Sample]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+class DepthCounts(Protocol):
+    """Steps by depth, as in outrider.client.Usage."""
+
+    @property
+    def reached_by_depth(self) -> tuple[int, ...]: ...
+
+    @property
+    def tried_by_depth(self) -> tuple[int, ...]: ...
+
+
+def steps_by_depth(samples: Iterable[DepthCounts]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return, for depth d at index d - 1, the steps whose path reached d, and those that verified a node at d."""
     known = list(samples)
     depths = max((len(sample.tried_by_depth) for sample in known), default=0)
@@ -112,7 +122,7 @@ def steps_by_depth(samples: Iterable[Sample]) -> tuple[NDArray[np.float64], NDAr
     return reached, tried
 
 
-def acceptance_by_depth(samples: Iterable[Sample]) -> list[float]:
+def acceptance_by_depth(samples: Iterable[DepthCounts]) -> list[float]:
     """Return, for depth d at index d - 1, the steps whose path reached d over the steps that verified a node at d."""
     reached, tried = steps_by_depth(samples)
     return [float(one / all_) for one, all_ in zip(reached, tried, strict=True) if all_]

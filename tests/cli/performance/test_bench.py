@@ -67,6 +67,16 @@ def test_a_cluster_is_measured_over_prompts() -> None:
     assert "PROMPTS.jsonl: a file of prompts is needed" in result.stderr
 
 
+def tiny_cluster(folder: Path) -> ClusterConfig:
+    """A cluster whose drafter has the target's own model."""
+    target = make_tiny(folder / "target", layers=2, width=32)
+    return ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
+        drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
+    )
+
+
 async def run(*command: str, status: int = 0) -> str:
     """What `outrider` prints, or its error. Raises AssertionError where it ends with another status."""
     child = await asyncio.create_subprocess_exec(
@@ -80,16 +90,10 @@ async def run(*command: str, status: int = 0) -> str:
 
 
 async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
-    target = make_tiny(tmp_path / "target", layers=2, width=32)
-    config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-        verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
-        drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
-    )
     output, plotted, exported = tmp_path / "figures.json", tmp_path / "plot.png", tmp_path / "aiperf"
     earlier = tmp_path / "earlier.json"
     write_points(earlier, [LoadPoint(2, at, True, 1.0 + at / 100, 1, 1.0, 0.1, 0.1, 0.1, 9.0) for at in range(2)])
-    async with LocalCluster(config) as cluster:
+    async with LocalCluster(tiny_cluster(tmp_path)) as cluster:
         shown = await run(
             *("bench", prompts(tmp_path), "--address", cluster.router_address, "--callers", "2", "--seconds", "1"),
             *("--repetitions", "1", "--max-tokens", "8", "--json", str(output), "--plot", str(plotted)),
@@ -111,19 +115,13 @@ async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
 
 
 async def test_it_answers_questions_both_ways_for_spec_bench(tmp_path: Path) -> None:
-    target = make_tiny(tmp_path / "target", layers=2, width=32)
-    config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-        verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
-        drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
-    )
     asked = [
         {"question_id": 81, "category": "writing", "turns": ["w1 w2", " w3"]},
         {"question_id": 82, "category": "math", "turns": ["w4"]},
     ]
     file = prompts(tmp_path, "".join(f"{json.dumps(question)}\n" for question in asked))
     folder = tmp_path / "answers"
-    async with LocalCluster(config) as cluster:
+    async with LocalCluster(tiny_cluster(tmp_path)) as cluster:
         shown = await run(
             *("bench", file, "--address", cluster.router_address, "--raw", "--max-tokens", "12"),
             *("--temperature", "1", "--answers", str(folder)),
