@@ -176,14 +176,14 @@ async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> Non
         await seen(client, 1)
         session = (await client.create_session("target")).session_id
         first = asyncio.create_task(
-            client.generate("def f(", session=session, max_tokens=900, ignore_eos=True, speculation="rounds")
+            client.generate("def f(", session=session, max_tokens=1000, ignore_eos=True, speculation="rounds")
         )
         async with aclosing(client.watch(session)) as steps:
             async for step in steps:
                 if step.nodes:  # the drafter's slot is taken
                     break
         result = await client.generate(
-            "import os\n", model="target", max_tokens=200, ignore_eos=True, speculation="rounds"
+            "import os\n", model="target", max_tokens=20, ignore_eos=True, speculation="rounds"
         )
         assert not first.done()
         await client.cancel(session)
