@@ -1,8 +1,9 @@
 """`python -m bench.windows`: every ten seconds of a shifting load, beside ten seconds of the same load decoded plainly.
 
 The load changes at random, by a seed: callers, kind of text, temperature, the drafters' distance, and how many drafters
-there are; they are killed and started anew. Each window runs in a cluster with drafters, and before and after it in one
-that has none, so that what the machine does by itself is seen as well: the ratio of the two plain windows.
+there are; they are killed and started anew. Before and after each window the same cluster has the same requests for ten
+seconds with speculation off, so that what the machine does by itself is seen as well: the ratio of the two plain
+windows. Two clusters side by side would not do: their verifiers differ by up to five percent for as long as they run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ ANSWER = 64  # tokens
 SLOTS = 36
 SALTS = 1000
 SEED = 2024
-OTHER_SEED = 1_000_000  # added for the second plain window
 PROSE = Path("README.md")
 LOOK_S = 0.5  # between two looks at the governor
 LEAST_PROSE = 200  # characters of a paragraph that is a prompt
@@ -99,7 +99,7 @@ class ControlLog:
 
 @dataclass(frozen=True, slots=True)
 class WindowFigures:
-    """Tokens per second in one window: with drafters, and decoded plainly before and after it."""
+    """Tokens per second in one window: as it is, and with speculation off before and after it."""
 
     load: ShiftingLoad
     ours: float
@@ -118,12 +118,11 @@ class WindowFigures:
         return 2.0 * min(self.before, self.after) / (self.before + self.after)
 
 
-class Clusters:
-    """The cluster with drafters, whose distance and number can be set, and the plain one."""
+class ShiftingCluster:
+    """A cluster with drafters, whose distance and number can be set."""
 
-    def __init__(self, ours: BenchCluster, plain: BenchCluster, proxy: FaultProxy) -> None:
-        self._ours = ours
-        self._plain = plain
+    def __init__(self, cluster: BenchCluster, proxy: FaultProxy) -> None:
+        self._cluster = cluster
         self._proxy = proxy
         self._alive = DRAFTERS
 
@@ -132,20 +131,19 @@ class Clusters:
         self._proxy.delay_s = load.round_trip_ms / 2000
         while self._alive > load.drafters:
             self._alive -= 1
-            os.kill(self._ours.pids()[f"drafter-{self._alive}"], signal.SIGKILL)
+            os.kill(self._cluster.pids()[f"drafter-{self._alive}"], signal.SIGKILL)
         while self._alive < load.drafters:
-            await self._ours.start(f"drafter-{self._alive}")
+            await self._cluster.start(f"drafter-{self._alive}")
             self._alive += 1
 
     async def measure(self, load: ShiftingLoad, prompts: Sequence[tuple[int, ...]], seed: int) -> WindowFigures:
         """Run the load for three windows."""
         window = Load(prompts, load.callers, WINDOW_S, 0.0, ANSWER, load.temperatures, seed=seed, salts=SALTS)
-        before = await apply_load(self._plain.client, window, speculation="off")
+        before = await apply_load(self._cluster.client, replace(window, repetition=1), speculation="off")
         control = ControlLog()
-        async with control.watching(self._ours):
-            ours = await apply_load(self._ours.client, window)
-        again = replace(window, seed=seed + OTHER_SEED)  # other first tokens, because KV of those before is cached
-        after = await apply_load(self._plain.client, again, speculation="off")
+        async with control.watching(self._cluster):
+            ours = await apply_load(self._cluster.client, window)
+        after = await apply_load(self._cluster.client, replace(window, repetition=2), speculation="off")
         return WindowFigures(load, ours.goodput, before.goodput, after.goodput, control)
 
 
@@ -199,26 +197,24 @@ async def _measure(
 ) -> None:
     progress = Console(stderr=True, highlight=False)
     loads = shifting_loads(seed)
-    async with _clusters(target, drafter) as clusters:
+    async with _shifting_cluster(target, drafter) as cluster:
         for window in range(windows):
             if window % STRETCH == 0:
                 load = next(loads)
-                await clusters.set_load(load)
+                await cluster.set_load(load)
             progress.print(f"window {window + 1} of {windows}: {load}")
-            figures.append(await clusters.measure(load, prompts[load.text], seed + window))
+            figures.append(await cluster.measure(load, prompts[load.text], seed + window))
 
 
 @asynccontextmanager
-async def _clusters(target: Path, drafter: Path) -> AsyncIterator[Clusters]:
+async def _shifting_cluster(target: Path, drafter: Path) -> AsyncIterator[ShiftingCluster]:
     async with FaultProxy("") as proxy:
         router = RouterConfig(listen="127.0.0.1:0", models={"target": target})
         verifier = VerifierConfig(model=target, name="target", threads=2, slots=SLOTS, metrics="127.0.0.1:0")
-        plain = ClusterConfig(router=router, verifier=[verifier])
         drafters = [DrafterConfig(model=drafter, slots=SLOTS, via=proxy.address) for _ in range(DRAFTERS)]
-        ours = ClusterConfig(router=router, verifier=[verifier], drafter=drafters)
-        async with running(ours) as cluster, running(plain) as beside:
+        async with running(ClusterConfig(router=router, verifier=[verifier], drafter=drafters)) as cluster:
             proxy.target = cluster.verifier_address  # set before the first connection
-            yield Clusters(cluster, beside, proxy)
+            yield ShiftingCluster(cluster, proxy)
 
 
 def _paragraphs(file: Path) -> list[str]:

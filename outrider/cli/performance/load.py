@@ -58,6 +58,7 @@ class Load:
     think_s: float = 0.1  # mean of the pauses
     seed: int = 2024
     salts: int = 0  # number of token ids of which one is put before each prompt, so that no cached KV fits; 0: none
+    repetition: int = 0  # of the same requests and pauses, with other token ids before the prompts
 
 
 @dataclass(slots=True)
@@ -90,12 +91,12 @@ async def apply_load(
             result.tokens += tokens
 
     async def call(number: int) -> None:
-        dice = random.Random(f"{load.seed}/{number}")
+        dice, salting = random.Random(f"{load.seed}/{number}"), random.Random(f"{load.seed}/{number}/{load.repetition}")
         while True:
             await asyncio.sleep(dice.expovariate(1.0 / load.think_s))
             prompt = dice.choice(load.prompts)
             if load.salts and not isinstance(prompt, str | ChatPrompt):
-                prompt = (dice.randrange(load.salts), *prompt)
+                prompt = (salting.randrange(load.salts), *prompt)
             text, keywords = request_of(prompt)
             sample = await timed(
                 client,

@@ -15,7 +15,9 @@ MEMORY = 0.97  # weight of the past at each plain step
 FADES_S = 20.0  # time in which the weight of a plain step falls to 1 / e
 LONGEST_S = 1.0  # a step counts as at most so long when others fade
 PRIOR_STEPS = 4.0  # plain steps that the sweep at start, or the nearest load, counts as
+LEAST_STEPS = 0.1  # the same for reading, of which the sweep shows less; and for both when all else has faded
 PRIOR_DEVIATION = 0.05  # relative standard deviation of a step's time that is assumed at first
+LEAST_FACTOR = 0.01  # of either kind of work, whatever steps have shown
 MOST_DEVIATION = 2.0  # a step that takes longer than this multiple of the mean counts as this multiple
 CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie between the bounds
 
@@ -31,24 +33,24 @@ class StepWork(NamedTuple):
 class PlainPace:
     """Predicts the seconds that plain decoding takes for a step's work, by the number of sessions that decode.
 
-    The sweep at start gives the shape; what each plain step took in relation to it gives the factor, one for each
-    power of two of sessions. Only plain steps count, so no contention with drafters does.
+    The sweep at start gives the shape; what plain steps took in relation to it gives two factors, of decoding and of
+    reading, for each power of two of sessions. Only plain steps count, so no contention with drafters does.
     """
 
     def __init__(self, sweep: Sequence[tuple[int, float]]) -> None:
         """`sweep`: pairs of (rows, seconds of an undisturbed pass), at least one."""
         self._cost = CostModel(sweep)
-        self._factors: dict[int, _Factor] = {}
+        self._fits: dict[int, _Fit] = {}
         self._now = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Return the seconds that plain decoding is expected to take for the same work."""
-        return self._modelled(work) * self._factor(work.sessions).mean
+        return self._fit(work.sessions).seconds(self._modelled(work))
 
     def least_seconds(self, work: StepWork) -> float:
         """Return the lower bound of these seconds, hence the upper bound of the rate of plain decoding."""
-        factor = self._factor(work.sessions)
-        return self._modelled(work) * max(0.0, factor.mean - CONFIDENCE * factor.standard_error)
+        fit, modelled = self._fit(work.sessions), self._modelled(work)
+        return max(0.0, fit.seconds(modelled) - CONFIDENCE * fit.standard_error(modelled))
 
     def tokens_per_s(self, sessions: int) -> float:
         """Return the tokens per second that plain decoding of so many sessions is expected to commit."""
@@ -57,65 +59,113 @@ class PlainPace:
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
         """Record a step, `seconds` after the step before. Only a plain one is learned from."""
         self._now += min(seconds, LONGEST_S)
-        if plain and (modelled := self._modelled(work)):
-            factor = self._factors.setdefault(_size(work.sessions), self._factor(work.sessions))
-            factor.observe(seconds / modelled, self._now)
+        if plain and (work.sessions or work.read):
+            fit = self._fits.setdefault(_size(work.sessions), self._fit(work.sessions))
+            fit.observe(self._modelled(work), seconds, self._now)
 
     def estimates(self) -> list[dict[str, Any]]:
         """Return the expected step for each number of sessions of which something is known."""
-        return [
-            {
-                "sessions": 2**size,
-                "step_s": self.seconds(StepWork(2**size, 0, 2**size)),
-                "tokens_per_s": self.tokens_per_s(2**size),
-                "relative_error": factor.standard_error / factor.mean,
-                "steps": round(factor.steps - PRIOR_STEPS),
-            }
-            for size, factor in sorted(self._factors.items())
-        ]
+        known = []
+        for size, fit in sorted(self._fits.items()):
+            work = StepWork(2**size, 0, 2**size)
+            known.append(
+                {
+                    "sessions": 2**size,
+                    "step_s": self.seconds(work),
+                    "tokens_per_s": self.tokens_per_s(2**size),
+                    "relative_error": fit.standard_error(self._modelled(work)) / self.seconds(work),
+                    "reading_ratio": fit.reading,
+                    "steps": round(fit.steps - PRIOR_STEPS),
+                }
+            )
+        return known
 
-    def _modelled(self, work: StepWork) -> float:
-        """Return the seconds for the work by the sweep alone. More tokens than sessions are several steps' work."""
-        if not work.sessions:
-            return self._cost.seconds(max(1, work.read)) + OVERHEAD_S
-        step = self._cost.seconds(work.sessions) + OVERHEAD_S
-        reading = self._cost.seconds(work.sessions + work.read) - self._cost.seconds(work.sessions)
-        return step * work.tokens / work.sessions + reading
+    def _modelled(self, work: StepWork) -> _Parts:
+        """Return the seconds for the work by the sweep alone. More tokens than sessions are several steps' work; a step
+        without a session takes at least what one with a single session would."""
+        rows = max(1, work.sessions)
+        step = self._cost.seconds(rows) + OVERHEAD_S
+        reading = self._cost.seconds(max(1, work.sessions + work.read)) - self._cost.seconds(rows)
+        return _Parts(step * (work.tokens / work.sessions if work.sessions else 1.0), reading)
 
-    def _factor(self, sessions: int) -> _Factor:
-        """Return the factor for a number of sessions; for one of which nothing is known, a prior from the nearest."""
+    def _fit(self, sessions: int) -> _Fit:
+        """Return the fit for a number of sessions; for one of which nothing is known, a prior from the nearest."""
         size = _size(sessions)
-        if size in self._factors:
-            return self._factors[size]
-        nearest = min(self._factors, key=lambda known: abs(known - size), default=None)
-        return _Factor(1.0 if nearest is None else self._factors[nearest].mean)
+        if size in self._fits:
+            return self._fits[size]
+        nearest = min(self._fits, key=lambda known: abs(known - size), default=None)
+        return _Fit(1.0, 1.0) if nearest is None else _Fit(self._fits[nearest].decoding, self._fits[nearest].reading)
 
 
-class _Factor:
-    """The weighted mean of what steps took over what the sweep gives for them, and its standard error."""
+class _Parts(NamedTuple):
+    """Seconds of a step's two kinds of work."""
 
-    __slots__ = ("_at", "_squares", "_weights", "mean", "steps")
+    decoding: float
+    reading: float
 
-    def __init__(self, mean: float) -> None:
-        self.mean = mean
+
+class _Fit:
+    """What decoding and reading took over what the sweep gives for them, and how well that is known.
+
+    Recursive least squares with two unknowns, of steps' times over the sweep's, of which earlier ones fade: a factor of
+    which nothing new is known stays where it is, but is less certain.
+    """
+
+    __slots__ = (
+        "_at",
+        "_both",
+        "_decoding",
+        "_deviations",
+        "_reading",
+        "_seen",
+        "_squares",
+        "decoding",
+        "reading",
+        "steps",
+    )
+
+    def __init__(self, decoding: float, reading: float) -> None:
+        self.decoding = decoding  # factors
+        self.reading = reading
+        self._decoding, self._reading = PRIOR_STEPS, LEAST_STEPS  # the information matrix: its diagonal,
+        self._both = 0.0  # and the other element
+        self.steps = PRIOR_STEPS  # effective number, of which earlier ones fade
+        self._squares = PRIOR_STEPS  # sum of the squares of their weights
+        self._deviations = PRIOR_STEPS * (PRIOR_DEVIATION * decoding) ** 2  # weighted sum of squared deviations,
+        self._seen = PRIOR_STEPS  # and of so many steps: how much steps differ does not fade with time
         self._at = 0.0  # when the last step ended
-        self.steps = PRIOR_STEPS  # effective number
-        self._weights = PRIOR_STEPS  # sum of the squares of all weights
-        self._squares = PRIOR_STEPS * (PRIOR_DEVIATION * mean) ** 2  # weighted sum of squared deviations
 
-    def observe(self, value: float, now: float) -> None:
-        """Add what a step took, in multiples of the sweep's time, at the time `now`."""
-        value = min(value, MOST_DEVIATION * self.mean)
-        memory, self._at = MEMORY * math.exp((self._at - now) / FADES_S), now
-        off = value - self.mean
-        self.steps = memory * self.steps + 1.0
-        self._weights = memory**2 * self._weights + 1.0
-        self.mean += off / self.steps
-        self._squares = memory * self._squares + off * (value - self.mean)
+    def seconds(self, modelled: _Parts) -> float:
+        """Return what work takes for which the sweep gives `modelled`."""
+        return self.decoding * modelled.decoding + self.reading * modelled.reading
+
+    def standard_error(self, modelled: _Parts) -> float:
+        """Return the standard error of that mean."""
+        x, y = modelled
+        spread = (x * x * self._reading - 2.0 * x * y * self._both + y * y * self._decoding) / self._determinant
+        return math.sqrt(self._deviations / self._seen * self._squares / self.steps * spread)
+
+    def observe(self, modelled: _Parts, seconds: float, now: float) -> None:
+        """Add a step that ended at the time `now` and took so many seconds."""
+        whole, expected = sum(modelled), self.seconds(modelled)
+        x, y = modelled.decoding / whole, modelled.reading / whole
+        off = (min(seconds, MOST_DEVIATION * expected) - expected) / whole
+        faded, self._at = MEMORY * math.exp((self._at - now) / FADES_S), now
+        kept = (1.0 - faded) * LEAST_STEPS
+        self._decoding = faded * self._decoding + x * x + kept
+        self._reading = faded * self._reading + y * y + kept
+        self._both = faded * self._both + x * y
+        off_x, off_y = self._reading * x - self._both * y, self._decoding * y - self._both * x
+        self.decoding = max(LEAST_FACTOR, self.decoding + off_x / self._determinant * off)
+        self.reading = max(LEAST_FACTOR, self.reading + off_y / self._determinant * off)
+        self.steps = faded * self.steps + 1.0
+        self._squares = faded**2 * self._squares + 1.0
+        self._deviations = MEMORY * self._deviations + off**2
+        self._seen = MEMORY * self._seen + 1.0
 
     @property
-    def standard_error(self) -> float:
-        return math.sqrt(self._squares / self.steps * self._weights) / self.steps
+    def _determinant(self) -> float:
+        return self._decoding * self._reading - self._both**2
 
 
 def _size(sessions: int) -> int:

@@ -44,6 +44,7 @@ SHARES = {
     "ratio",
     "low",
     "high",
+    "reading_ratio",
     "relative_error",
 }  # probabilities and their ratios
 

@@ -42,6 +42,41 @@ def test_a_stall_counts_as_a_step_of_twice_the_time() -> None:
     assert before < pace.seconds(step(1)) < 1.25 * before
 
 
+@pytest.mark.parametrize(("every", "reads"), [(10, (0, 20, 40)), (1, (20, 40))])
+def test_reading_that_costs_less_than_the_sweep_promises_is_told_from_decoding(
+    every: int, reads: tuple[int, ...]
+) -> None:
+    """As on a server whose prompts are read in every tenth step, or in every step."""
+
+    def truth(read: int) -> float:
+        return 1.2 * (0.017 + OVERHEAD_S) + 0.6 * 0.001 * read
+
+    found: list[tuple[float, bool]] = []
+    for seed in range(50):
+        pace, draws = PlainPace(SWEEP), random.Random(seed)
+        for number in range(500):
+            read = draws.randint(20, 40) if number % every == 0 else 0
+            pace.observe(step(8, read=read), truth(read) * draws.gauss(1.0, 0.05), plain=True)
+        for read in reads:
+            work = step(8, read=read)
+            found.append((pace.seconds(work) / truth(read), pace.least_seconds(work) < truth(read)))
+    assert sum(ratio for ratio, _ in found) / len(found) == pytest.approx(1.0, abs=0.01)
+    assert all(0.9 < ratio < 1.1 for ratio, _ in found)
+    assert sum(held for _, held in found) / len(found) > 0.95
+
+
+def test_a_step_after_a_pause_does_not_make_its_time_certain() -> None:
+    pace = PlainPace(SWEEP)
+    for _ in range(100):
+        pace.observe(step(1), 0.0115, plain=True)
+        pace.observe(step(1), 0.0125, plain=True)
+    certain = pace.seconds(step(1)) - pace.least_seconds(step(1))
+    for _ in range(1000):
+        pace.observe(step(1), 1.0, plain=False)
+    pace.observe(step(1), 0.0125, plain=True)
+    assert pace.seconds(step(1)) - pace.least_seconds(step(1)) > 3.0 * certain
+
+
 @pytest.mark.parametrize("deviation", [0.02, 0.2])
 def test_the_bound_holds_as_often_as_it_should(deviation: float) -> None:
     """The true time is below the lower bound in 2.5 % of all cases; at most 4 % are tolerated."""
