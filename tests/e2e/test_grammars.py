@@ -13,7 +13,9 @@ import pytest_asyncio
 from pydantic import BaseModel, Field
 
 import outrider
+from outrider.client._grammar import grammar_of
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
@@ -73,9 +75,24 @@ async def test_json_of_a_schema_is_the_same_with_drafters_and_without(
     assert ended
 
 
-class Answer(BaseModel, extra="forbid"):
+class Answer(BaseModel):
     verdict: Literal["yes", "no"]
     parts: Annotated[list[Literal[1, 2, 3]], Field(max_length=2)]
+
+
+class Anything(BaseModel, extra="allow"):
+    parts: dict[str, Answer]
+
+
+def test_only_a_model_that_allows_other_keys_has_them() -> None:
+    made = grammar_of({"schema": Anything})
+    assert made is not None
+    schema = json.loads(made.text)
+    assert schema["additionalProperties"] is True
+    assert schema["properties"]["parts"]["additionalProperties"] == {"$ref": "#/$defs/Answer"}
+    assert schema["$defs"]["Answer"]["additionalProperties"] is False
+    given = {"type": "object", "properties": {}}
+    assert grammar_of({"schema": given}) == Grammar("json_schema", json.dumps(given))  # a mapping as it is
 
 
 async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
@@ -83,7 +100,7 @@ async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
 ) -> None:
     answer = await client.generate(prompts[0], schema=Answer, seed=1, max_tokens=200)
     assert isinstance(answer.parsed, Answer)
-    assert answer.parsed == Answer.model_validate_json(answer.text)
+    assert json.loads(answer.text) == answer.parsed.model_dump()  # and no other keys
     with pytest.raises(ValueError, match="give schema="):
         _ = (await client.generate(prompts[0], max_tokens=1)).parsed
 
