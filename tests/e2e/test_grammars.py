@@ -84,7 +84,7 @@ class Anything(BaseModel, extra="allow"):
     parts: dict[str, Answer]
 
 
-def test_only_a_model_that_allows_other_keys_has_them() -> None:
+async def test_only_a_model_that_allows_other_keys_has_them() -> None:
     made = grammar_of({"schema": Anything})
     assert made is not None
     schema = json.loads(made.text)
