@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from outrider.engine.ranks.group import Group
 
 PLACE_S = 60.0  # timeout for Ray to place the ranks
-# The module of each role that has `run` and `load_part`.
-SERVICES = {"verifier": "verifier_svc.server", "drafter": "drafter_svc.server"}
+# The modules of each role that have `run` and `load_part`.
+SERVICES = {
+    "verifier": ("verifier_svc.server", "verifier_svc.server"),
+    "drafter": ("drafter_svc.server", "drafter_svc.loading"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +197,7 @@ class Rank:
     def __init__(self, role: Role, config: WorkerConfig, rank: int) -> None:
         process_env.set_variables(config.threads)  # before torch is loaded
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._service = import_module(SERVICES[role])
+        self._service, self._loading = map(import_module, SERVICES[role])
         self._config = config
         self._rank = rank
         self._listening: asyncio.Future[str]
@@ -226,7 +229,7 @@ class Rank:
         from outrider.engine.ranks.leader import follow
 
         def load_and_follow() -> None:
-            follow(self._service.load_part(self._config, self._group), self._group)
+            follow(self._loading.load_part(self._config, self._group), self._group)
 
         await _raising_user_errors(asyncio.to_thread(load_and_follow))
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 MODEL = MODELS / "target"
 SESSIONS = 4
-TOKENS = 600
+TOKENS = 800
 READ = 200  # position that all sessions have passed when the verifier dies: early enough that none has ended
 WENT_ON = re.compile(r"session \w+ goes on at \S+: (\d+) tokens read again")
 
@@ -60,6 +60,7 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
                 seen = [asyncio.Event() for _ in range(SESSIONS)]
                 generating = [asyncio.create_task(generate(number, seen[number])) for number in range(SESSIONS)]
                 await asyncio.gather(*(event.wait() for event in seen))
+                assert not any(each.done() for each in generating)
                 os.kill(verifiers[0].pid, signal.SIGSTOP)
                 await at_rest(verifiers[1].address)  # it has read what was committed, however slow the machine is
                 os.kill(verifiers[0].pid, signal.SIGKILL)

@@ -66,7 +66,8 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
         for rank in running:  # the compiled engine needs no torch
             assert "libtorch" not in Path(f"/proc/{rank}/maps").read_text()  # noqa: ASYNC240
         answers = asyncio.create_task(generate_all(cluster.router_address))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.05)
+        assert not answers.done()
         os.kill(max(running), signal.SIGKILL)
         async with asyncio.timeout(30):
             while await health(probes) != NOT_SERVING:
@@ -94,7 +95,9 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
         async with open_channel(cluster.processes["verifier-0"].address) as channel:
             assert (await VerifierStub(channel).Describe(DescribeRequest())).ranks == 4
         async with outrider.AsyncClient(cluster.router_address) as client:
-            alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
+            alone = await client.generate(
+                "def add(a, b):", max_tokens=64, ignore_eos=True, speculation="rounds", timeout=60
+            )
             assert alone.usage.acceptance_length > 1.0
             answers = asyncio.create_task(generate_all(cluster.router_address))
             await cluster.scale([*wanted.drafters, *config().drafters])
