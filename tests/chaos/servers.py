@@ -44,13 +44,19 @@ AGAIN_S = 0.5  # between two attempts to start one
 LOOK_S = 0.02
 
 
+_given: set[int] = set()  # ports, to servers that may not run yet
+
+
 def steady_port() -> int:
-    """A free port that no connection is given by chance while its server is down: the kernel takes those from above."""
+    """A free port that no connection is given by chance while its server is down: the kernel takes those from above;
+    another one at each call."""
     while True:
         port = random.randrange(*PORTS)
         with socket.socket() as trial, suppress(OSError):
             trial.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 class Child(Protocol):
@@ -291,6 +297,7 @@ class Servers:
                     listen=listen,
                     models={"target": MODELS / "target"},
                     policy="fixed",
+                    overlap=True,  # drafters are at work whatever they bring, so that a blow strikes somebody
                     depth=4,
                     lease_s=shape.lease_s,
                     resume_ttl_s=shape.resume_ttl_s,
