@@ -43,7 +43,6 @@ PORTS = 18_000, 30_000
 AGAIN_S = 0.5  # between two attempts to start one
 LOOK_S = 0.02
 
-
 _given: set[int] = set()  # ports, to servers that may not run yet
 
 

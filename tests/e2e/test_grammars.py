@@ -100,6 +100,7 @@ async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
 ) -> None:
     answer = await client.generate(prompts[0], schema=Answer, seed=1, max_tokens=200)
     assert isinstance(answer.parsed, Answer)
+    assert answer.parsed == Answer.model_validate_json(answer.text)
     assert json.loads(answer.text) == answer.parsed.model_dump()  # and no other keys
     with pytest.raises(ValueError, match="give schema="):
         _ = (await client.generate(prompts[0], max_tokens=1)).parsed

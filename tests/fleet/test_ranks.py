@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,12 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
     async with asyncio.timeout(10):  # Ray's processes end behind those that they serve
         while any(os.path.exists(f"/proc/{pid}") for pid in again):  # noqa: ASYNC240
             await asyncio.sleep(0.05)
+
+
+async def test_the_modules_of_every_role_have_what_its_ranks_call() -> None:
+    for server, loading in ranks.SERVICES.values():
+        assert [*signature(import_module(server).run).parameters] == ["config", "redis_url", "announce", "group"]
+        assert [*signature(import_module(loading).load_part).parameters] == ["config", "group"]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from outrider.core.control.budget import OVERHEAD_S, CostModel
+from outrider.core.stats import FadingRatio
 
 MEMORY = 0.97  # weight of the past at each plain step
 FADES_S = 20.0  # time in which the weight of a plain step falls to 1 / e
@@ -59,7 +60,7 @@ class PlainPace:
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
         """Record a step, `seconds` after the step before. Only a plain one is learned from."""
         self._now += min(seconds, LONGEST_S)
-        if plain and (work.sessions or work.read):
+        if plain and (work.tokens or work.read):
             fit = self._fits.setdefault(_size(work.sessions), self._fit(work.sessions))
             fit.observe(self._modelled(work), seconds, self._now)
 
@@ -93,8 +94,10 @@ class PlainPace:
         size = _size(sessions)
         if size in self._fits:
             return self._fits[size]
-        nearest = min(self._fits, key=lambda known: abs(known - size), default=None)
-        return _Fit(1.0, 1.0) if nearest is None else _Fit(self._fits[nearest].decoding, self._fits[nearest].reading)
+        if not self._fits:
+            return _Fit(1.0, 1.0)
+        nearest = self._fits[min(self._fits, key=lambda known: abs(known - size))]
+        return _Fit(nearest.decoding, nearest.reading)
 
 
 class _Parts(NamedTuple):
@@ -111,18 +114,7 @@ class _Fit:
     which nothing new is known stays where it is, but is less certain.
     """
 
-    __slots__ = (
-        "_at",
-        "_both",
-        "_decoding",
-        "_deviations",
-        "_reading",
-        "_seen",
-        "_squares",
-        "decoding",
-        "reading",
-        "steps",
-    )
+    __slots__ = ("_at", "_both", "_decoding", "_reading", "_squares", "_variance", "decoding", "reading", "steps")
 
     def __init__(self, decoding: float, reading: float) -> None:
         self.decoding = decoding  # factors
@@ -131,8 +123,8 @@ class _Fit:
         self._both = 0.0  # and the other element
         self.steps = PRIOR_STEPS  # effective number, of which earlier ones fade
         self._squares = PRIOR_STEPS  # sum of the squares of their weights
-        self._deviations = PRIOR_STEPS * (PRIOR_DEVIATION * decoding) ** 2  # weighted sum of squared deviations,
-        self._seen = PRIOR_STEPS  # and of so many steps: how much steps differ does not fade with time
+        squares = PRIOR_STEPS * (PRIOR_DEVIATION * decoding) ** 2
+        self._variance = FadingRatio(MEMORY, hits=squares, attempts=PRIOR_STEPS)  # of a step; does not fade with time
         self._at = 0.0  # when the last step ended
 
     def seconds(self, modelled: _Parts) -> float:
@@ -143,7 +135,7 @@ class _Fit:
         """Return the standard error of that mean."""
         x, y = modelled
         spread = (x * x * self._reading - 2.0 * x * y * self._both + y * y * self._decoding) / self._determinant
-        return math.sqrt(self._deviations / self._seen * self._squares / self.steps * spread)
+        return math.sqrt(self._variance.ratio * self._squares / self.steps * spread)
 
     def observe(self, modelled: _Parts, seconds: float, now: float) -> None:
         """Add a step that ended at the time `now` and took so many seconds."""
@@ -155,13 +147,12 @@ class _Fit:
         self._decoding = faded * self._decoding + x * x + kept
         self._reading = faded * self._reading + y * y + kept
         self._both = faded * self._both + x * y
-        off_x, off_y = self._reading * x - self._both * y, self._decoding * y - self._both * x
-        self.decoding = max(LEAST_FACTOR, self.decoding + off_x / self._determinant * off)
-        self.reading = max(LEAST_FACTOR, self.reading + off_y / self._determinant * off)
+        moved = off / self._determinant
+        self.decoding = max(LEAST_FACTOR, self.decoding + moved * (self._reading * x - self._both * y))
+        self.reading = max(LEAST_FACTOR, self.reading + moved * (self._decoding * y - self._both * x))
         self.steps = faded * self.steps + 1.0
         self._squares = faded**2 * self._squares + 1.0
-        self._deviations = MEMORY * self._deviations + off**2
-        self._seen = MEMORY * self._seen + 1.0
+        self._variance.observe(off**2)
 
     @property
     def _determinant(self) -> float:

@@ -65,6 +65,13 @@ def test_reading_that_costs_less_than_the_sweep_promises_is_told_from_decoding(
     assert sum(held for _, held in found) / len(found) > 0.95
 
 
+@pytest.mark.parametrize("work", [step(0, 0), step(3, 0)])
+def test_a_step_without_work_shows_nothing(work: StepWork) -> None:
+    pace = PlainPace(SWEEP)
+    pace.observe(work, 0.02, plain=True)
+    assert pace.estimates() == []
+
+
 def test_a_step_after_a_pause_does_not_make_its_time_certain() -> None:
     pace = PlainPace(SWEEP)
     for _ in range(100):
