@@ -40,7 +40,7 @@ class VerifierLoad(NamedTuple):
     """What arms are compared for separately."""
 
     size: int  # the rounded log2 of the number of open sessions
-    greedy: bool  # whether there is a single session, which is greedy
+    greedy: bool  # whether nearly all sessions are greedy
     representative: bool  # whether some session is representative, so that these alone count
 
     @property
@@ -211,7 +211,9 @@ class Governor:
         """Return the governor of a load. A new one tries first what is usual for the nearest number of sessions."""
         if load not in self._loads:
             alike = [known for known in self._loads if known.representative >= load.representative]
-            nearest = min(alike, key=lambda known: abs(known.size - load.size), default=None)
+            nearest = min(
+                alike, key=lambda known: (known.greedy != load.greedy, abs(known.size - load.size)), default=None
+            )
             hint = None if nearest is None else self._loads[nearest].usual
             self._loads[load] = LoadGovernor(load, hint)
         return self._loads[load]

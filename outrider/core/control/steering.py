@@ -18,6 +18,7 @@ OPEN_WEIGHT = 0.05  # weight of one step in the average number of open sessions
 RATE_MEMORY = 0.95  # weight of the past in the verifier's rate, at each step
 JUMP = 0.75  # by which the log2 of a number of open sessions exceeds the average's, when it becomes the average
 STICKY = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
+GREEDY = (0.9, 0.6)  # average share of greedy sessions from which several are, and up to which they stay, a greedy load
 MAX_RATE = 2**32 - 1  # largest rate that fits the report's field, in thousandths of a token per second
 
 
@@ -61,6 +62,7 @@ class Steering:
         self._eligible: list[SteeredSession] = []  # of these, those that may be drafted for
         self._drafted: list[SteeredSession] = []  # of these, those that are
         self._open = Ema(OPEN_WEIGHT)
+        self._greedy = Ema(OPEN_WEIGHT)  # share of them
         self._load = VerifierLoad(0, greedy=False, representative=True)
 
     @property
@@ -162,11 +164,13 @@ class Steering:
         one request after another leaves short gaps."""
         count = max(1, len(sessions))
         if math.log2(count / max(self._open.mean, 0.1)) > JUMP:
-            self._open = Ema(OPEN_WEIGHT)
+            self._open, self._greedy = Ema(OPEN_WEIGHT), Ema(OPEN_WEIGHT)
         self._open.observe(count)
+        share = sum(session.greedy for session in sessions) / count
+        self._greedy.observe(share)
         exact = math.log2(max(1.0, self._open.mean))
         size = self._load.size if abs(exact - self._load.size) < STICKY else round(exact)
-        greedy = size == 0 and all(session.greedy for session in sessions)
+        greedy = share == 1.0 if size == 0 else self._greedy.mean > GREEDY[self._load.greedy]
         self._load = VerifierLoad(size, greedy, any(session.representative for session in sessions))
 
 

@@ -106,6 +106,23 @@ def test_the_load_follows_a_crowd_at_once_and_a_few_sessions_smoothly() -> None:
     assert load(1, 300) == VerifierLoad(0, greedy=True, representative=True)
 
 
+def test_a_load_is_greedy_while_most_of_its_sessions_are() -> None:
+    greedy, sampled = [session(greedy=True) for _ in range(4)], [session() for _ in range(4)]
+    steering, governor = steered(PLAIN, greedy)
+
+    def kind(sessions: list[SteeredSession], steps: int) -> bool:
+        for _ in range(steps):
+            steering.on_step(sessions, [SessionTokens(sessions[0], 1, 1.0)], 0, 0.01)
+        return governor.seen[-1][0].greedy
+
+    assert kind(greedy, 1)
+    assert kind([*greedy[:3], sampled[0]], 100)
+    assert not kind([*greedy[:2], *sampled[:2]], 100)
+    assert not kind([*greedy[:3], sampled[0]], 100)
+    assert kind(greedy, 100)
+    assert not kind(sampled, 100)
+
+
 def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
     sessions = [session() for _ in range(4)]
     steering, _ = steered(Arm(OverlapMode.TURNS, 2), sessions)
