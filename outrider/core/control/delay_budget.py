@@ -23,24 +23,34 @@ class DelayBudget:
         self.capacity_s = capacity_s
         self.level_s = capacity_s  # seconds of delay left; below 0 by what the last step overdrew
         self._refill = refill
-        self._needed = RECOVERED / 2  # share of a full budget that must be back, doubled whenever it is empty
 
     def spend(self, seconds: float, delay: float) -> None:
         """Record a step that took `seconds`, which is `delay` seconds more (or, if negative, less) than plain decoding
         would have taken for the same work."""
-        before, self.level_s = self.level_s, min(self.capacity_s, self.level_s + self._refill * seconds - delay)
-        if self.level_s == self.capacity_s:
-            self._needed = RECOVERED / 2
-        elif self.level_s <= 0.0 < before:
-            self._needed = min(1.0, 2.0 * self._needed)
+        self.level_s = min(self.capacity_s, self.level_s + self._refill * seconds - delay)
 
     @property
     def empty(self) -> bool:
         """Whether only plain decoding is allowed."""
         return self.level_s <= 0.0
 
-    @property
-    def recovered(self) -> bool:
-        """Whether, after it was empty, enough of the budget is back. Whenever it was empty again before it was full,
-        twice as much must be: what drafting costs at first, while drafters read, may have been too much for it."""
-        return self.level_s >= self._needed * self.capacity_s
+
+class Recovery:
+    """Under one load, how much of a budget that was empty must be back before drafting is tried again.
+
+    Whenever it was empty again before it was full, twice as much must be: what drafting costs at first, while drafters
+    read, may have been too much for it.
+    """
+
+    def __init__(self) -> None:
+        self._needed = RECOVERED / 2  # share of a full budget
+        self._was_empty = False
+
+    def recovered(self, budget: DelayBudget) -> bool:
+        """Take account of a step under the load, and return whether enough of the budget is back."""
+        if budget.level_s == budget.capacity_s:
+            self._needed = RECOVERED / 2
+        elif budget.empty and not self._was_empty:
+            self._needed = min(1.0, 2.0 * self._needed)
+        self._was_empty = budget.empty
+        return budget.level_s >= max(RECOVERED, self._needed) * budget.capacity_s

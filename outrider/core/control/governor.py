@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from outrider.core.control.delay_budget import DelayBudget
+from outrider.core.control.delay_budget import DelayBudget, Recovery
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.paired_trial import PairedDifference, PairedTrial
 from outrider.core.control.plain_pace import PlainPace, StepWork
@@ -123,8 +123,9 @@ class Governor:
         work = self._lucky(arm, step)
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
         self.pace.observe(step.work, step.seconds, plain=plain and settled)
+        recovered = governor.recovery.recovered(self.budget)
         if self._pinned is None:
-            self.limited = self.budget.empty or (self.limited and not self.budget.recovered)
+            self.limited = self.budget.empty or (self.limited and not recovered)
         if not step.eligible:
             return
         usual = governor.usual
@@ -225,6 +226,7 @@ class LoadGovernor:
     def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
         """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
         that nearly always pays; several sessions compare it first."""
+        self.recovery = Recovery()
         self._load = load
         self._shares = [*_distinct(load.sessions)]
         self.usual = PLAIN

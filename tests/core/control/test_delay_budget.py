@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.delay_budget import CAPACITY_S, REFILL, DelayBudget
+from outrider.core.control.delay_budget import CAPACITY_S, REFILL, DelayBudget, Recovery
 
 STEP_S = 0.1
 times = st.floats(0.001, STEP_S)
@@ -38,25 +38,26 @@ def test_a_gain_is_worth_nothing_later(gains: list[float]) -> None:
 
 
 def test_an_empty_budget_recovers_with_time() -> None:
-    budget = DelayBudget(capacity_s=0.1, refill=0.01)
+    budget, recovery = DelayBudget(capacity_s=0.1, refill=0.01), Recovery()
     budget.spend(1.0, 0.11)
-    assert (budget.empty, budget.recovered) == (True, False)
+    assert (budget.empty, recovery.recovered(budget)) == (True, False)
     budget.spend(2.0, 0.0)
-    assert (budget.empty, budget.recovered) == (False, False)
+    assert (budget.empty, recovery.recovered(budget)) == (False, False)
     budget.spend(1.1, 0.0)
-    assert budget.recovered
+    assert recovery.recovered(budget)
 
 
 def test_whenever_it_is_empty_again_before_it_was_full_twice_as_much_must_be_back() -> None:
-    budget = DelayBudget()
+    budget, recovery, of_another_load = DelayBudget(), Recovery(), Recovery()
 
-    def bring(level: float) -> DelayBudget:
+    def recovers_at(level: float) -> bool:
         budget.spend(0.0, budget.level_s - level)
-        return budget
+        return recovery.recovered(budget)
 
     for share in (0.3, 0.6, 1.0, 1.0):
-        assert bring(-0.001).empty
-        assert not bring(0.99 * share * CAPACITY_S).recovered
-    assert bring(CAPACITY_S).recovered
-    bring(-0.001)
-    assert bring(0.31 * CAPACITY_S).recovered
+        assert not recovers_at(-0.001)
+        assert not recovers_at(0.99 * share * CAPACITY_S)
+        assert of_another_load.recovered(budget) is (share > 0.3)
+    assert recovers_at(CAPACITY_S)
+    assert not recovers_at(-0.001)
+    assert recovers_at(0.31 * CAPACITY_S)
