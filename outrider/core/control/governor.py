@@ -239,13 +239,14 @@ class LoadGovernor:
             self._plain_left = OPENING
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _Running | None = None
+        self._first: Arm | None = None  # to be tried before all others, when it is due
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
         self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
         self._halted = False  # it does, until what its drafters have still sent is verified
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
         if load.size and hint is not None and hint != PLAIN:
-            self._record(hint).due = -RETRY_S[0]  # before all others
+            self._prefer(hint)
 
     @property
     def arm(self) -> Arm:
@@ -317,22 +318,22 @@ class LoadGovernor:
         if self._trial is not None:
             self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
             self._defeat(self._trial)
-        elif not budget.empty:
-            self._floor_s = 0.0
         if self.usual == PLAIN or (budget.level_s > self._floor_s and not self._halted):
             return
         self._halted = not plain
         if not plain:
             return
         stopped, self.usual = self.usual, PLAIN
-        self._record(stopped).defeat(self._now, 0.0, 0.0)
-        first = self._record(stopped.in_other_mode)
-        first.due = min(first.due, self._now)
-        self._next = self._now
+        if self._floor_s:  # a challenger had spent what the usual arm would have needed
+            self._prefer(stopped)
+        else:
+            self._record(stopped).defeat(self._now, 0.0, 0.0)
+            self._prefer(stopped.in_other_mode)
 
     def resume(self) -> None:
         """Go on with the usual arm, because the budget allows it."""
         self._halted = False
+        self._floor_s = 0.0
 
     def pause(self) -> None:
         """Leave an incomplete pair out, because the load has changed."""
@@ -373,17 +374,26 @@ class LoadGovernor:
     def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
         return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
 
+    def _prefer(self, arm: Arm) -> None:
+        """Try an arm now, before all others."""
+        self._first = arm
+        self._record(arm).due = min(self._record(arm).due, self._now)
+        self._next = self._now
+
     def _begin_trial(self, step: StepOutcome) -> None:
-        """Begin the trial that has been due for longest, if there is one."""
+        """Begin a trial that is due, if there is one: of the largest share, which has most to win."""
         if not step.eligible or (self.usual != PLAIN and not step.drafting):
             return  # there is nobody to draft for, or no drafter has come yet
         if self._now < self._next:
             return
         records = {arm: self._record(arm) for arm in self._candidates()}
-        arm = min(records, key=lambda arm: records[arm].due)
-        self._next = records[arm].due
-        if self._next <= self._now:
-            self._trial = _Running(arm, PairedTrial(records[arm].difference))
+        due = [arm for arm, record in records.items() if record.due <= self._now]
+        if not due:
+            self._next = min(record.due for record in records.values())
+            return
+        arm = min(due, key=lambda arm: (arm != self._first, arm.denominator or math.inf, records[arm].due))
+        self._first = None if arm == self._first else self._first
+        self._trial = _Running(arm, PairedTrial(records[arm].difference))
 
     def _candidates(self) -> Iterator[Arm]:
         """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""

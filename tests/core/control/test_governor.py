@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 import pytest
 
 from outrider.core.control.governor import PLAIN, Arm, StepOutcome, VerifierLoad
@@ -113,6 +115,17 @@ def test_a_machine_that_drifts_does_not_mislead(seed: int) -> None:
     plant = Plant(8, in_proportion(0.0), seed=seed, drift=0.2).run(60.0)
     assert plant.worst_window() > WORST - 0.01
     assert plant.governor.switches < 60.0 / 5.0
+
+
+def test_an_arm_that_pays_a_little_is_found_in_noise_and_outlives_the_trials_of_others() -> None:
+    """Four sessions, as they were measured: a quarter of them brings nothing, and drafting ahead loses."""
+    gains = {"turns": {4: -0.01, 2: 0.07, 1: 0.16}, "ahead": {4: -0.04, 2: -0.1, 1: -0.15}}
+
+    def speedup(arm: Arm, _: float) -> float:
+        return 1.0 + (gains[arm.mode.value][arm.denominator] if arm.denominator else 0.0)
+
+    plants = [Plant(4, speedup, seed, noise=0.25, reading_s=0.03).run(120.0) for seed in range(8)]
+    assert mean(plant.share_of_time(60.0, Arm(TURNS, 1)) for plant in plants) > 0.4
 
 
 def test_drafters_that_read_much_are_charged_for_it() -> None:
