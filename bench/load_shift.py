@@ -145,8 +145,8 @@ def last_line(speeds: Speeds) -> str:
     totals = {row: median(sum(phases) for phases in took) for row, took in speeds.items() if took}
     figures = {}
     if ours := speeds.get("goodput"):
-        rounds = [speed for row, speed in totals.items() if row.startswith("rounds:")]
-        figures["goodput_over_best_rounds"] = totals["goodput"] / max(rounds)
+        if rounds := [speed for row, speed in totals.items() if row.startswith("rounds:")]:
+            figures["goodput_over_best_rounds"] = totals["goodput"] / max(rounds)
         if plain := speeds.get("off"):
             figures["goodput_over_off"] = totals["goodput"] / totals["off"]
             figures["goodput_over_off_at_worst"] = min(

@@ -166,10 +166,13 @@ class Steering:
         if math.log2(count / max(self._open.mean, 0.1)) > JUMP:
             self._open, self._greedy = Ema(OPEN_WEIGHT), Ema(OPEN_WEIGHT)
         self._open.observe(count)
-        share = sum(session.greedy for session in sessions) / count
-        self._greedy.observe(share)
         exact = math.log2(max(1.0, self._open.mean))
         size = self._load.size if abs(exact - self._load.size) < STICKY else round(exact)
+        if not sessions:
+            self._load = self._load._replace(size=size)  # of the kind of the last ones
+            return
+        share = sum(session.greedy for session in sessions) / count
+        self._greedy.observe(share)
         greedy = share == 1.0 if size == 0 else self._greedy.mean > GREEDY[self._load.greedy]
         self._load = VerifierLoad(size, greedy, any(session.representative for session in sessions))
 

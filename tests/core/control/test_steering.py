@@ -123,6 +123,14 @@ def test_a_load_is_greedy_while_most_of_its_sessions_are() -> None:
     assert not kind(sampled, 100)
 
 
+def test_a_step_that_ends_the_last_session_is_of_the_same_load() -> None:
+    one = session(greedy=True)
+    steering, governor = steered(PLAIN, [one])
+    for left in ([one], []):
+        steering.on_step(left, [SessionTokens(one, 1, 1.0)], 0, 0.01)
+    assert governor.seen[0][0] == governor.seen[1][0] == VerifierLoad(0, greedy=True, representative=True)
+
+
 def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
     sessions = [session() for _ in range(4)]
     steering, _ = steered(Arm(OverlapMode.TURNS, 2), sessions)
