@@ -59,6 +59,24 @@ def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
     assert plant.run(20.0).over_plain(40.0) > 1.4
 
 
+def test_turns_that_stopped_after_the_losses_of_a_trial_are_tried_first() -> None:
+    """Drafting ahead empties the budget at its first trial, and for a second after it turns lose, too."""
+    trial_s = 0.0
+
+    def speedup(arm: Arm, now: float) -> float:
+        nonlocal trial_s
+        if arm.mode is OverlapMode.AHEAD:
+            trial_s = now
+            return 0.2
+        return 1.0 if not arm.denominator else 0.6 if 0.0 < now - trial_s < 1.0 < trial_s else 1.6
+
+    plant = Plant(1, speedup).run(8.0)
+    assert trial_s
+    stopped = next(now for now, arm in plant.arms if now > trial_s and arm == PLAIN)
+    plant.run(40.0)
+    assert next(arm for now, arm in plant.arms if now > stopped and arm != PLAIN) == Arm(TURNS, 1)
+
+
 @pytest.mark.parametrize("sent", [12.0, 1.0])
 def test_a_slow_step_ends_turns_only_if_what_drafters_had_sent_does_not_make_up_for_it(sent: float) -> None:
     plant = Plant(1, in_proportion(0.5), noise=0.0).run(2.0)
