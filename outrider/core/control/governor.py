@@ -123,8 +123,8 @@ class Governor:
         work = self._lucky(arm, step)
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
         self.pace.observe(step.work, step.seconds, plain=plain and settled)
-        recovered = governor.recovery.recovered(self.budget)
         if self._pinned is None:
+            recovered = governor.recovery.recovered(self.budget)
             self.limited = self.budget.empty or (self.limited and not recovered)
         if not step.eligible:
             return
@@ -239,7 +239,7 @@ class LoadGovernor:
             self._plain_left = OPENING
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _Running | None = None
-        self._first: Arm | None = None  # to be tried before all others, when it is due
+        self._first: Arm | None = None  # the next to be tried, before all others that are due
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
         self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
@@ -381,7 +381,8 @@ class LoadGovernor:
         self._next = self._now
 
     def _begin_trial(self, step: StepOutcome) -> None:
-        """Begin a trial that is due, if there is one: of the largest share, which has most to win."""
+        """Begin a trial that is due, if there is one: of the preferred arm, else of the largest share, which may win
+        most."""
         if not step.eligible or (self.usual != PLAIN and not step.drafting):
             return  # there is nobody to draft for, or no drafter has come yet
         if self._now < self._next:
@@ -392,7 +393,7 @@ class LoadGovernor:
             self._next = min(record.due for record in records.values())
             return
         arm = min(due, key=lambda arm: (arm != self._first, arm.denominator or math.inf, records[arm].due))
-        self._first = None if arm == self._first else self._first
+        self._first = None
         self._trial = _Running(arm, PairedTrial(records[arm].difference))
 
     def _candidates(self) -> Iterator[Arm]:

@@ -14,7 +14,7 @@ from outrider.core.control.plain_pace import StepWork
 from outrider.core.session.contract import Overlap
 from outrider.core.stats import Ema, FadingRatio
 
-OPEN_WEIGHT = 0.05  # weight of one step in the average number of open sessions
+OPEN_WEIGHT = 0.05  # weight of one step in the averages: how many sessions are open, and the share of greedy ones
 RATE_MEMORY = 0.95  # weight of the past in the verifier's rate, at each step
 JUMP = 0.75  # by which the log2 of a number of open sessions exceeds the average's, when it becomes the average
 STICKY = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
@@ -160,8 +160,8 @@ class Steering:
         return max(1, round(self._open.mean))
 
     def _follow_load(self, sessions: Collection[SteeredSession]) -> None:
-        """Follow the number of open sessions: at once where it has nearly doubled, else smoothly. A caller that sends
-        one request after another leaves short gaps."""
+        """Follow the number and the kind of open sessions: at once where the number has nearly doubled, else smoothly.
+        A caller that sends one request after another leaves short gaps."""
         count = max(1, len(sessions))
         if math.log2(count / max(self._open.mean, 0.1)) > JUMP:
             self._open, self._greedy = Ema(OPEN_WEIGHT), Ema(OPEN_WEIGHT)
