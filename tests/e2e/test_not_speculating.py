@@ -171,7 +171,8 @@ async def test_the_upstream_cannot_be_reached_by_the_drafter(cluster: LocalClust
 
 
 async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> None:
-    await cluster.scale([GOOD.model_copy(update={"slots": 1})])
+    """A drafter as slow as the target and mostly wrong, so that the session in its slot takes long."""
+    await cluster.scale([DrafterConfig(model=TARGET, dtype="float32", skip=(0,), slots=1)])
     async with outrider.AsyncClient(cluster.router_address) as client:
         await seen(client, 1)
         session = (await client.create_session("target")).session_id
