@@ -150,11 +150,11 @@ clean:
 # What the demo needs: the servers alone.
 $(SERVERS): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve]'
+	$(BIN)/pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e '.[serve]'
 	touch $@
 
 # What all else needs: torch, Ray, a browser's driver, linters, ...
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
 	touch $(SERVERS) $@
