@@ -36,6 +36,7 @@ def _as_list(value: Any) -> Any:
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
+ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.tools.formats
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
@@ -116,6 +117,7 @@ class RouterConfig(GrpcConfig):
     tenant_stored_bytes: ByteSize | None = None  # bytes of these; None: half of Redis' maxmemory, if it has one
     address_requests_per_s: float | None = Field(default=None, gt=0)  # calls from one address; None: no limit
     template_s: float = Field(default=0.2, gt=0, le=4)  # processor time of the chat template for one request
+    tool_formats: dict[str, ToolFormatName] = {}  # how models write calls of tools; left out: as templates show
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others

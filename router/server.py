@@ -63,7 +63,8 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
     models: dict[str, ServedModel] = {}
     try:
         for name, checkpoint in config.models.items():
-            models[name] = await asyncio.to_thread(load_model, name, checkpoint, config.template_s)
+            tool_format = config.tool_formats.get(name, "")
+            models[name] = await asyncio.to_thread(load_model, name, checkpoint, config.template_s, tool_format)
         await _serve(config, models, redis_url, announce)
     finally:
         for model in models.values():

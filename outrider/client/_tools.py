@@ -27,15 +27,21 @@ def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
 
 def terms_of(request: pb.GenerateRequest) -> AnswerTerms:
     """Return what the answer to a request may have in it."""
-    tools = request.tools
-    functions = [tool.get("function") for tool in json.loads(tools.definitions or "[]") if isinstance(tool, dict)]
-    names = tuple(str(it.get("name")) for it in functions if isinstance(it, dict))
-    return AnswerTerms(names, request.sampling.HasField("grammar") or tools.required or bool(tools.name))
+    tools = json.loads(request.tools.definitions or "[]")
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return AnswerTerms(tuple(str(it.get("name")) for it in functions if isinstance(it, dict)))
 
 
 def calls_json(field: str, calls: Any) -> str:
     """Return the JSON of an earlier message's calls; "" if it has none. Raises InvalidRequest."""
     return _json(field, calls) if calls else ""
+
+
+def object_json(field: str, values: Any) -> str:
+    """Return the JSON of an object. Raises InvalidRequest."""
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(field, "must be a mapping")
+    return _dump(field, dict(values))
 
 
 def _name(choice: Any) -> str:
@@ -52,7 +58,11 @@ def _name(choice: Any) -> str:
 def _json(field: str, values: Any) -> str:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise InvalidRequest(field, "must be a list")
+    return _dump(field, [*values])
+
+
+def _dump(field: str, value: Any) -> str:
     try:
-        return json.dumps([*values])
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"are no JSON: {error}") from None

@@ -118,7 +118,7 @@ class Generation:
             raise ValueError("the request had no schema; give schema=")
         if self.finish_reason is not FinishReason.STOP:
             raise ValueError(f"the answer was cut ({self.finish_reason}), and is no whole JSON; raise max_tokens")
-        return parsed(self.schema, self.text)
+        return parsed(self.schema, self.content)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

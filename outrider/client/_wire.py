@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from outrider.client._grammar import grammar_of
-from outrider.client._tools import calls_json, tools_of
+from outrider.client._tools import calls_json, object_json, tools_of
 from outrider.client._types import (
     Chunk,
     FinishReason,
@@ -50,6 +50,9 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]  # with messages: functions that the answer may call, in OpenAI's form
     tool_choice: str | Mapping[str, Any]  # "auto" (the default), "none", "required", or a function in OpenAI's form
     parallel_tool_calls: bool  # whether an answer that has to make calls may make several; True
+    template_variables: Mapping[
+        str, Any
+    ]  # with messages: for the chat template, for example {"enable_thinking": False}
     model: str  # its name; may be left out if the cluster serves one model
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
@@ -124,6 +127,8 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or secrets.token_hex(16),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))
+    if variables := options.get("template_variables"):
+        request.template_variables = object_json("template_variables", variables)
     if (tools := tools_of(options)) is not None:
         request.tools.CopyFrom(tools)
     if prompt is None:

@@ -342,6 +342,7 @@ class Chat(GenerationForm):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # as vLLM and SGLang have it
     prediction: NoEffect = None  # only affects speed, and drafters provide that
     prompt_cache_key: NoEffect = None
     prompt_cache_options: NoEffect = None
@@ -367,6 +368,8 @@ class Chat(GenerationForm):
         options: Options = {**super().options(), "messages": [message.for_template for message in self.messages]}
         if self.tools:
             options["tools"] = [tool.model_dump() for tool in self.tools]
+        if self.chat_template_kwargs:
+            options["template_variables"] = self.chat_template_kwargs
         if self.tool_choice is not None:
             choice = self.tool_choice
             options["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.grammar import GrammarState
 from outrider.core.session.contract import Grammar
+from outrider.core.tools.reasoning import BEGIN, END
 from outrider.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class GrammarCompiler:
                 source = llguidance.grammar_from("choice", _checked_choices(grammar.text))
             else:
                 source = llguidance.grammar_from(cast("GrammarFormat", grammar.kind), grammar.text)
+            if grammar.reasoning:
+                source = self._behind_reasoning(source, optional=grammar.reasoning == "marked")
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("grammar", f"cannot be read: {error}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
@@ -134,6 +137,24 @@ class GrammarCompiler:
         if not _State(matcher.deep_copy(), self._vocabulary).allowed(()).any():
             raise InvalidRequest("grammar", "cannot be followed: no token of the model begins such a text")
         return matcher
+
+    def _behind_reasoning(self, source: str, *, optional: bool) -> str:
+        """Return a grammar in llguidance's form with reasoning before it; `optional`: it may begin with a mark, or be
+        missing; otherwise the prompt has that mark."""
+        grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+        grammars[0]["name"] = "answer"
+        special = self._special_ids()
+        end = f"/(?s:.*)/ <[{special[END]}]>" if END in special else f"[suffix={json.dumps(END)}]: /(?s:.*)/"
+        begin = f"<[{special[BEGIN]}]>" if BEGIN in special else json.dumps(BEGIN)
+        before = f"({begin} reasoning)?" if optional else "reasoning"
+        rules = (f"start: {before} @answer", "reasoning: thought SPACE", r"SPACE: /\s{0,8}/")
+        thought = f"thought: {end}" if END in special else f"thought{end}"
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join((*rules, thought))}, *grammars]})
+
+    def _special_ids(self) -> dict[str, int]:
+        """Return the ids of the tokenizer's special tokens, by their text."""
+        added = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
+        return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 def _checked_choices(text: str) -> str:

@@ -55,12 +55,14 @@ def contract_from_pb(message: types_pb2.Contract) -> Contract:
 
 def grammar_to_pb(grammar: Grammar | None) -> types_pb2.Grammar | None:
     """Return a grammar's message."""
-    return None if grammar is None else types_pb2.Grammar(kind=grammar.kind, text=grammar.text)
+    if grammar is None:
+        return None
+    return types_pb2.Grammar(kind=grammar.kind, text=grammar.text, reasoning=grammar.reasoning)
 
 
 def grammar_from_pb(message: types_pb2.Grammar) -> Grammar:
     """Return the grammar. Raises InvalidRequest."""
-    return Grammar(message.kind, message.text)
+    return Grammar(message.kind, message.text, message.reasoning)
 
 
 def adapter_to_pb(adapter: Adapter | None) -> types_pb2.Adapter | None:

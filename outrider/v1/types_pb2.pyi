@@ -134,12 +134,14 @@ class Adapter(_message.Message):
     def __init__(self, folder: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("kind", "text")
+    __slots__ = ("kind", "text", "reasoning")
     KIND_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     kind: str
     text: str
-    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    reasoning: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("version", "depth", "width", "nodes", "wait_us", "overlap")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from outrider.core.tools.answer_reader import ModelForm
 from outrider.core.tools.formats import format_of
-from outrider.core.tools.reasoning import BEGIN, reasoning_of
+from outrider.core.tools.reasoning import reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from router.scheduling.fair_turns import FairTurns
 
@@ -23,6 +23,7 @@ FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 
 SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
+NO_VARIABLES: Mapping[str, Any] = {}
 TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
 ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the process inherits, and no secrets
 
@@ -48,10 +49,13 @@ class ChatTemplate:
     The process starts with the first rendering, and again at the end of a rendering that ended it. `close` ends it.
     """
 
-    def __init__(self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS, tool_format: str = ""
+    ) -> None:
         """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
-        the processor, for one conversation."""
-        form = format_of(source)
+        the processor, for one conversation; `tool_format`: in which the model writes calls; empty: as the source shows.
+        """
+        form = format_of(source, tool_format)
         self.form = ModelForm(form.name if form else "", reasoning_of(source))
         self._path = path
         self._setup = {"template": source, "variables": variables, "seconds": seconds}
@@ -60,29 +64,26 @@ class ChatTemplate:
         self._turns = FairTurns(1, "the chat template")
 
     def check(self) -> None:
-        """Raises CheckpointError for a template that does not compile. Finds out whether its prompts end where the
-        model begins to reason."""
+        """Raises CheckpointError for a template that does not compile."""
         try:
             self._thread.submit(self._start).result()
         except _TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
-        if not self.form.reasoning:
-            return
-        with suppress(_TemplateError):  # it may refuse this conversation
-            prompt = self._thread.submit(self._render_blocking, [TemplateMessage("user", "x")], ()).result()
-            if prompt.rstrip().endswith(BEGIN):
-                self.form = self.form._replace(reasoning="opened")
 
     async def render(
-        self, messages: Sequence[TemplateMessage], tenant: str = "", tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[TemplateMessage],
+        tenant: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included;
-        `tools`: that it may call, in OpenAI's form.
+        `tools`: that it may call, in OpenAI's form; `variables`: further inputs of the template, by name.
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
         try:
-            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools)
+            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables)
         except _TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
         if not text:
@@ -94,11 +95,14 @@ class ChatTemplate:
         self._thread.submit(self._stop).result()
         self._thread.shutdown()
 
-    def _render_blocking(self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render_blocking(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         if self._process is None:
             self._start()
         try:
-            return self._request({"messages": [it.for_template for it in messages], "tools": [*tools] or None})
+            inputs = {"messages": [it.for_template for it in messages], "tools": [*tools] or None}
+            return self._request({"inputs": {**variables, **inputs}})
         finally:
             if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
                 with suppress(_TemplateError):
@@ -156,9 +160,8 @@ class _TemplateError(Exception):
     """A template does not compile, or refuses messages."""
 
 
-def read_chat_template(folder: Path, seconds: float = SECONDS) -> ChatTemplate | None:
-    """Return the chat template in a checkpoint's folder, checked; None if it has none. `seconds`: of the processor, for
-    one conversation.
+def read_chat_template(folder: Path, seconds: float = SECONDS, tool_format: str = "") -> ChatTemplate | None:
+    """Return the chat template in a checkpoint's folder, checked; None if it has none. The rest as `ChatTemplate`.
 
     Raises CheckpointError naming the file.
     """
@@ -185,7 +188,7 @@ def read_chat_template(folder: Path, seconds: float = SECONDS) -> ChatTemplate |
         return None
     if not isinstance(source, str):
         raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
-    template = ChatTemplate(path, source, _special_tokens(config), seconds)
+    template = ChatTemplate(path, source, _special_tokens(config), seconds, tool_format)
     try:
         template.check()
     except BaseException:

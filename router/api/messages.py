@@ -7,7 +7,6 @@ from collections.abc import Callable
 from outrider.core.sampling.logprobs import unpack
 from outrider.core.session.contract import Contract
 from outrider.core.session.speculation_status import SpeculationStatus
-from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.store.adapters import NamedAdapter
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
@@ -39,10 +38,8 @@ def adapter_to_pb(named: NamedAdapter) -> pb.ModelAdapter:
     )
 
 
-def event_to_pb(
-    event: Event, contract: Contract, token_text: Callable[[int], bytes], form: ModelForm = PLAIN_FORM
-) -> pb.GenerateResponse:
-    """Return the message for an event; `token_text` maps a token to its bytes, `form` is that of the model."""
+def event_to_pb(event: Event, contract: Contract, token_text: Callable[[int], bytes]) -> pb.GenerateResponse:
+    """Return the message for an event; `token_text` maps a token to its bytes."""
     match event:
         case StartedEvent():
             return pb.GenerateResponse(
@@ -56,7 +53,7 @@ def event_to_pb(
                     forked_from=event.forked_from,
                     rule=contract.rule,
                     lossy=contract.lossy,
-                    **form._asdict(),
+                    **event.form._asdict(),
                 )
             )
         case ResponsePart():

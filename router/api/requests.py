@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.config import RouterConfig
@@ -19,7 +21,7 @@ from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
 from router.api.adapters import RequestedModel
-from router.api.chat_template import TemplateMessage
+from router.api.chat_template import NO_VARIABLES, TemplateMessage
 from router.api.served_models import ServedModel
 from router.scheduling.fair_queue import QueueClass
 
@@ -28,6 +30,8 @@ MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
 MAX_MESSAGES = 4096
+MAX_VARIABLES = 2**14  # characters of a chat template's further inputs
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, beside special tokens
 CHARACTERS = 4  # characters of a token, roughly
 PRIORITIES: dict[int, QueueClass] = {
     inference_pb2.PRIORITY_UNSPECIFIED: QueueClass.INTERACTIVE,
@@ -44,6 +48,7 @@ class Conversation:
 
     messages: tuple[TemplateMessage, ...]
     tools: Tools | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the chat template
     characters: int = 0  # of all messages and tools
 
 
@@ -232,7 +237,10 @@ def _prompt(
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
         characters = sum(len(message.content) + len(message.tool_calls) for message in request.messages)
         characters += len(request.tools.definitions)
-        return Conversation(tuple(_messages(request.messages)), tools, characters)
+        variables = _template_variables(request.template_variables)
+        return Conversation(tuple(_messages(request.messages)), tools, variables, characters)
+    if request.template_variables:
+        raise InvalidRequest("template_variables", "are for messages, which a chat template turns into a prompt")
     if kind == "token_ids":
         digest = request.token_ids.tokenizer_digest
         if digest and digest != model.digest:
@@ -248,6 +256,24 @@ def _prompt(
     if not prompt:
         raise empty_prompt()
     return prompt
+
+
+def _template_variables(text: str) -> Mapping[str, Any]:
+    """Return the inputs of a chat template beside messages and tools. Raises InvalidRequest."""
+    if not text:
+        return NO_VARIABLES
+    if len(text) > MAX_VARIABLES:
+        raise InvalidRequest("template_variables", f"have {len(text)} characters, must have at most {MAX_VARIABLES}")
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("template_variables", f"are no JSON: {error}") from None
+    if not isinstance(variables, dict):
+        raise InvalidRequest("template_variables", 'must be an object, for example {"enable_thinking": false}')
+    for name in variables:
+        if name in OWN_VARIABLES or name.endswith("_token"):
+            raise InvalidRequest("template_variables", f"must not have {reprlib.repr(name)}, which the router sets")
+    return variables
 
 
 def _messages(messages: Iterable[inference_pb2.Message]) -> Iterator[TemplateMessage]:

@@ -14,10 +14,11 @@ from outrider.core.session.contract import MAX_STOP_IDS, Grammar
 from outrider.core.session.digest import tokenizer_digest
 from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.tools.formats import FORMATS, Tools, calls_grammar
+from outrider.core.tools.reasoning import BEGIN, END, reasoning_behind
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar import GrammarCompiler
 from outrider.hub import checkpoint_folder
-from router.api.chat_template import SECONDS, ChatTemplate, TemplateMessage, read_chat_template
+from router.api.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
 from router.scheduling.fair_turns import FairTurns
 from router.text.token_text import TokenText
 
@@ -25,6 +26,7 @@ _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that
 TOKENIZERS = 2  # long texts that are tokenized at the same time
 _PIECE = 2**16  # characters that are tokenized at a time to find out whether a text fits
 _USUAL = 8  # characters of a token; few texts have more, and only those are counted before they are tokenized
+_MARK_TOKENS = 16  # that a mark and the lines around it have at most
 _SLACK = 2  # pieces may have more tokens than the text that they are parts of, but not so many times as many
 
 
@@ -40,11 +42,22 @@ class ServedModel:
     grammars: GrammarCompiler | None = None  # None: grammars are checked by verifiers alone
     turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
     token_text: TokenText = field(init=False)  # maps a token to its bytes
+    marks: frozenset[int] = field(
+        init=False
+    )  # special tokens that have text, because calls and reasoning begin with them
 
     @property
     def form(self) -> ModelForm:
         """How the model writes calls of tools and reasoning."""
         return self.chat.form if self.chat is not None else PLAIN_FORM
+
+    def form_behind(self, prompt: Sequence[int]) -> ModelForm:
+        """Return how the model writes behind a prompt, of which the last tokens suffice: it may end within reasoning,
+        or behind it."""
+        if not self.form.reasoning:
+            return self.form
+        text = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+        return self.form._replace(reasoning=reasoning_behind(text))
 
     def calls_grammar(self, tools: Tools) -> Grammar:
         """Return the grammar of an answer that has to call tools, which the model knows."""
@@ -56,6 +69,11 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
+        written = (BEGIN, END) if self.form.reasoning else ()
+        if (tool_format := FORMATS.get(self.form.tool_format)) is not None:
+            written = (*written, *tool_format.written)
+        found = (self._special_id(text) for text in written)
+        object.__setattr__(self, "marks", frozenset(id_ for id_ in found if id_ is not None))
 
     async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:
         """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
@@ -74,6 +92,7 @@ class ServedModel:
         tenant: str = "",
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
         context: int = 0,
     ) -> tuple[int, ...]:
         """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
@@ -83,7 +102,7 @@ class ServedModel:
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        prompt = await self.chat.render(messages, tenant, tools)
+        prompt = await self.chat.render(messages, tenant, tools, variables)
         return await self.encode(prompt, tenant, special=False, context=context)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
@@ -106,9 +125,10 @@ class ServedModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 
-def load_model(name: str, checkpoint: Path, template_s: float = SECONDS) -> ServedModel:
+def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_format: str = "") -> ServedModel:
     """Read tokenizer.json and, if present, generation_config.json, config.json and the chat template, which may take
-    `template_s` seconds of the processor for a conversation.
+    `template_s` seconds of the processor for a conversation. `tool_format`: how the model writes calls of tools; empty:
+    as its template shows.
 
     Raises CheckpointError naming the file that is missing or broken.
     """
@@ -124,7 +144,7 @@ def load_model(name: str, checkpoint: Path, template_s: float = SECONDS) -> Serv
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
     eos_ids = tuple(_eos_ids(folder))
     grammars = GrammarCompiler(folder, tokenizer.get_vocab_size(), eos_ids)
-    return ServedModel(name, tokenizer, digest, eos_ids, read_chat_template(folder, template_s), grammars)
+    return ServedModel(name, tokenizer, digest, eos_ids, read_chat_template(folder, template_s, tool_format), grammars)
 
 
 def _eos_ids(folder: Path) -> Iterable[int]:

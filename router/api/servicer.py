@@ -377,7 +377,7 @@ def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> b
 
 def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
     contract, model = opened.turn.contract, opened.model
-    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text, model.form)
+    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text)
     if paced:
         pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
     return message

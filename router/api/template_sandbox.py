@@ -5,8 +5,9 @@ imports, no attributes that begin with an underscore, no change of its inputs, n
 sandbox bounds neither time nor memory: loops nest, and one multiplication makes a string of any length. This process
 bounds both: it has a limit of memory, and for each answer a limit of CPU seconds, and ends when it exceeds one.
 
-On stdin, JSON lines: first a template with its variables and the seconds for an answer, then conversations, each with
-its tools. On stdout one JSON line for each, {"text": ...} or {"error": ...}. The process ends at the end of its input.
+On stdin, JSON lines: first a template with its variables and the seconds for an answer, then the inputs of
+conversations: messages, tools and further ones. On stdout one JSON line for each, {"text": ...} or {"error": ...}. The
+process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -88,19 +89,14 @@ def compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def render(
-    template: jinja2.Template,
-    messages: Sequence[Any],
-    variables: Mapping[str, str],
-    tools: Sequence[Any] | None = None,
-) -> str:
-    """Return the prompt of a conversation, up to where the assistant is to answer.
+def render(template: jinja2.Template, inputs: Mapping[str, Any], variables: Mapping[str, str]) -> str:
+    """Return the prompt of a conversation, up to where the assistant is to answer. `inputs`: messages, tools, and what
+    else the request has for the template; `variables`: the special tokens.
 
     Raises jinja2.TemplateError, ValueError when the prompt is too long, and whatever a template's mistake raises.
     """
     pieces, characters = [], 0
-    inputs = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
-    for piece in template.generate(**inputs, **variables):
+    for piece in template.generate({"documents": None, **inputs, "add_generation_prompt": True, **variables}):
         characters += len(piece)
         if characters > MOST_CHARACTERS:
             raise ValueError(f"more than {MOST_CHARACTERS} characters come of it")
@@ -125,7 +121,7 @@ def main() -> None:
                 template, variables, text = compile_template(asked["template"]), asked["variables"], ""
                 seconds = asked["seconds"]
             else:
-                text = render(template, asked["messages"], variables, asked["tools"])
+                text = render(template, asked["inputs"], variables)
             answer = json.dumps({"text": text})
         except MemoryError:
             answer = json.dumps({"error": "it takes too much memory"})

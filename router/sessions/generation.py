@@ -344,6 +344,7 @@ class OwnedGeneration:
                 prompt_tokens=self._response.start,
                 cached_tokens=min(cached, self._response.start),
                 forked_from=opened.forked_from,
+                form=self._response.form,
             )
         )
         self._outbox.replay(opened.missing, self._response.position, self._response.text_offset)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Self, TypeAlias
 
+from outrider.core.tools.answer_reader import ModelForm
 from outrider.errors import InternalError, OutriderError, Unavailable
 from router.reporting.usage_stats import UsageStats
 from router.sessions.response import EndReason, ResponsePart, merged_part
@@ -34,6 +35,7 @@ class StartedEvent:
     prompt_tokens: int
     cached_tokens: int
     forked_from: str
+    form: ModelForm  # in which the answer is written
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from enum import Enum
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.errors import Conflict, InternalError, InvalidRequest
 from router.reporting.usage_stats import UsageStats
 from router.scheduling.fair_turns import LoopTurns
@@ -84,7 +85,16 @@ def position_beyond_log(next_position: int, length: int) -> Conflict:
 class Response:
     """One response. The verifier's commits go in; parts to log and to send come out."""
 
-    def __init__(self, prompt: Sequence[int], contract: Contract, text: AnswerText, usage: UsageStats) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        contract: Contract,
+        text: AnswerText,
+        usage: UsageStats,
+        form: ModelForm = PLAIN_FORM,
+    ) -> None:
+        """`form`: in which the model writes its answer."""
+        self.form = form
         self.start = self.position = len(prompt)  # positions of the first token and of the next one
         self.digest = extend(EMPTY, prompt)
         self.usage = usage

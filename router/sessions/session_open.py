@@ -153,6 +153,7 @@ async def begin(
             "messages",
             "are a whole conversation, but the session has tokens already; send all messages and set whole_history",
         )
+    params = _behind_reasoning(params, history.tokens)
     verifiers = await matching_verifiers(router, params.model)
     if params.fills_context:
         params = replace(params, contract=fill_context(history.tokens, params.contract, verifiers))
@@ -396,9 +397,13 @@ async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
     match params.prompt:
         case str() as text:
             tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)
-        case Conversation(messages, tools):
+        case Conversation(messages, tools, variables):
             tokens = await params.model.encode_chat(
-                messages, params.tenant, tools=tools.definitions if tools else (), context=params.context
+                messages,
+                params.tenant,
+                tools=tools.definitions if tools else (),
+                variables=variables,
+                context=params.context,
             )
         case tokens:
             pass
@@ -407,7 +412,16 @@ async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
     return tokens
 
 
+def _behind_reasoning(params: GenerateParams, tokens: Sequence[int]) -> GenerateParams:
+    """Let the model reason before an answer to messages that follows a grammar, where the prompt has it reason."""
+    grammar = params.contract.grammar
+    if grammar is None or not isinstance(params.prompt, Conversation):
+        return params
+    grammar = replace(grammar, reasoning=params.model.form_behind(tokens).reasoning)
+    return replace(params, contract=replace(params.contract, grammar=grammar))
+
+
 def _new_response(model: ServedModel, prompt: Sequence[int], turn: SessionTurn, usage: UsageStats) -> Response:
-    detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids)
+    detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids, shown=model.marks)
     text = AnswerText(detokenizer, turn.stops, unstopped=turn.contract.min_tokens)
-    return Response(prompt, turn.contract, text, usage)
+    return Response(prompt, turn.contract, text, usage, model.form_behind(prompt))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -18,8 +19,8 @@ class Detokenizer:
     """One response's text, token by token: the pieces together are what decoding all tokens at once gives.
 
     A token that ends inside a character gives no text until the character is complete. Special tokens and `silent` ones
-    have no text. Each piece is decoded together with the one before it, because some decoders treat a text's first
-    token differently; the response's first piece follows the prompt's end.
+    have no text, but for those `shown`. Each piece is decoded together with the one before it, because some decoders
+    treat a text's first token differently; the response's first piece follows the prompt's end.
 
     The stream of the tokenizers library (`DecodeStream`) has neither a bound for what it holds back nor a flush.
 
@@ -27,10 +28,17 @@ class Detokenizer:
     tokens in a row leave the text undecided.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), silent: Iterable[int] = ()) -> None:
-        self._decode = tokenizer.decode
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        silent: Iterable[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         added = tokenizer.get_added_tokens_decoder()
-        self._silent = {*silent, *(token for token, added_token in added.items() if added_token.special)}
+        special = (token for token, added_token in added.items() if added_token.special and token not in shown)
+        self._silent = {*silent, *special}
         self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
         self._settled_text = self._decode(self._settled)
         if self._settled_text.endswith(

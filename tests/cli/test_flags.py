@@ -56,6 +56,7 @@ SECTIONS: dict[str, Section] = {
         tenant_stored_bytes=ByteSize(18),
         address_requests_per_s=2.5,
         template_s=0.3,
+        tool_formats={"a": "hermes", "b": "mistral11"},
         drain_s=1.0,
         window=5,
         session_ttl_s=6,
@@ -181,9 +182,7 @@ def parsed(role: str, arguments: list[str]) -> Section:
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
     redis = [] if role == "gateway" else ["--redis", "redis://x"]
     context = command.make_context(role, [*redis, *arguments])
-    kind = type(SECTIONS[role])
-    models = context.params.get("models")
-    return serve._section(kind, context, **({"models": serve.model_folders(models)} if models else {}))
+    return serve.section(type(SECTIONS[role]), context)
 
 
 @pytest.mark.parametrize("role", SECTIONS)

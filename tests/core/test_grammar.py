@@ -19,6 +19,7 @@ from outrider.grammar import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
 VOCABULARY, EOS = 4096, 4095  # not the first, which numpy takes where all are equal
+END_OF_TEXT = 0  # the tokenizer's own
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 PERSON = json.dumps(
     {
@@ -81,6 +82,41 @@ def test_a_text_follows_its_grammar_to_the_end(compiler: GrammarCompiler, seed: 
         text = TOKENIZER.decode(tokens)
         assert ended
         assert text in allowed if allowed else text[:-3] in ("red", "green")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "text", "fits"),
+    [
+        ("opened", "hm {x} </thin\n</think>\n\n42", True),
+        ("opened", "42", False),
+        ("opened", "</think>42", True),
+        ("marked", "<think>\nhm</think>42", True),
+        ("marked", "42", True),
+        ("marked", "hm</think>42", False),
+        ("", "</think>42", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [("regex", "[0-9]{2}"), ("json_schema", '{"const": 42}'), ("choices", '["42"]'), ("lark", 'start: "42"')],
+)
+def test_reasoning_comes_before_the_text(kind: str, of: str, reasoning: str, text: str, fits: bool) -> None:
+    compiler = GrammarCompiler(FOLDER, VOCABULARY, [END_OF_TEXT])
+    state, tokens = compiler.start(Grammar(kind, of, reasoning)), [*ids(text), END_OF_TEXT]
+    assert all(state.allowed(tokens[:at])[tokens[at]] for at in range(len(tokens))) is fits
+
+
+def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path) -> None:
+    tokenizer = json.loads((FOLDER / "tokenizer.json").read_text())
+    common = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for id_, text in ((VOCABULARY, "<think>"), (VOCABULARY + 1, "</think>")):
+        tokenizer["added_tokens"].append({"id": id_, "content": text, **common})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    marked = GrammarCompiler(tmp_path, VOCABULARY + 2, [END_OF_TEXT]).start(Grammar("regex", "[0-9]{2}", "marked"))
+    thought, answer = [VOCABULARY, *ids("hm </think>")], [VOCABULARY + 1, *ids("42"), END_OF_TEXT]
+    assert all(marked.allowed((thought + answer)[:at])[token] for at, token in enumerate(thought + answer))
+    assert marked.allowed(thought)[ids("hm")[0]]  # the mark's text is no mark
+    assert not marked.allowed([*thought, answer[0]])[ids("hm")[0]]
 
 
 @pytest.mark.parametrize("seed", range(4))

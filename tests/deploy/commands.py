@@ -34,9 +34,7 @@ def parsed(arguments: list[str], environment: dict[str, str], monkeypatch: pytes
         for name, value in environment.items():
             patch.setenv(name, value)
         context = _commands()[role].make_context(role, rest)
-    models = context.params.get("models")
-    values = {"models": serve.model_folders(models)} if models else {}
-    return Command(role, serve._section(KINDS[role], context, **values), context.params.get("redis"))
+    return Command(role, serve.section(KINDS[role], context), context.params.get("redis"))
 
 
 def read_from_environment(role: str) -> set[str]:

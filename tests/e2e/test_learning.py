@@ -34,8 +34,8 @@ DIGEST = tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes()).h
 class Served:
     """A cluster whose one drafter learns, and its log lines."""
 
-    def __init__(self, client: AsyncClient, versions: Versions, lines: list[str], redis_url: str) -> None:
-        self.redis_url = redis_url
+    def __init__(self, client: AsyncClient, versions: Versions, lines: list[str], trainer_redis: str) -> None:
+        self.trainer_redis = trainer_redis
         self.client = client
         self.versions = versions
         self.lines = lines
@@ -68,7 +68,7 @@ async def served(models: Path = MODELS) -> AsyncIterator[Served]:
         AsyncClient(cluster.router_address) as client,
         aclosing(connect(cluster.redis_url)) as redis,
     ):
-        yield Served(client, Versions(redis, "drafter"), lines, cluster.redis_url)
+        yield Served(client, Versions(redis, "drafter"), lines, cluster.redis_url_of("trainer"))
 
 
 def spoilt(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -96,7 +96,7 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
     prompts = prompts[:4]
     async with served() as cluster:
         plain = await cluster.all_of(prompts, speculation="off")
-        first = await cluster.all_of(prompts)
+        first = [await cluster.all_of(prompts) for _ in range(3)]
         running = asyncio.create_task(cluster.all_of(prompts))
         await cluster.publish(1, MODELS / "mid")  # a better one
         await cluster.logged("drafts with version 1")
@@ -110,13 +110,13 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
         again = [await cluster.all_of(prompts) for _ in range(4)]
         published = await cluster.versions.read()
     texts = [answer.token_ids for answer in plain]
-    for answers in (first, across, *better, *worse, *again):
+    for answers in (*first, across, *better, *worse, *again):
         assert [answer.token_ids for answer in answers] == texts
     assert list(published.withdrawn) == list(published.doubted) == [2]
-    best = max(map(accepted, better))  # a busy machine has steps go without drafts
-    assert best > 1.15 * accepted(first)
-    assert min(map(accepted, worse)) < 0.5 * accepted(first)
-    print("accepted per step:", *(f"{accepted(answers):.2f}" for answers in (first, across, *better, *worse, *again)))
+    usual, best = max(map(accepted, first)), max(map(accepted, better))  # a busy machine has steps go without drafts
+    assert best > 1.15 * usual
+    assert min(map(accepted, worse)) < 0.5 * usual
+    print("accepted per step:", *(f"{accepted(answers):.2f}" for answers in (*first, across, *better, *worse, *again)))
     assert max(map(accepted, again)) > 0.9 * best
 
 
@@ -144,7 +144,7 @@ async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator
         sys.executable,
         *("-m", "outrider.cli", "train", "online"),
         *map(str, (*flags, "--batch", "8", "--every", "10")),
-        env={**os.environ, "REDIS_URL": cluster.redis_url_of("trainer")},
+        env={**os.environ, "REDIS_URL": cluster.trainer_redis},
     )
     try:
         yield process

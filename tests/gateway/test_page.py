@@ -14,7 +14,7 @@ from outrider.core.session.contract import PolicyName
 from outrider.gateway.schema import UNSUPPORTED, Chat, Completion, GenerationForm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
-GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # of vLLM's
+GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs"}  # of vLLM's
 MINIMAL: dict[type[GenerationForm], dict[str, Any]] = {
     Chat: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Completion: {"model": "m", "prompt": "x"},

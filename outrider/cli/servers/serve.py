@@ -96,6 +96,8 @@ StorePublic = Annotated[
 Store = Annotated[Path | None, typer.Option(help="Datastore made by `outrider index`, for retrieval without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get to end at shutdown. [default: 5]")]
 
+MAPPINGS = {"models", "resources", "tool_formats"}  # fields whose flags are NAME=VALUE and may be repeated
+
 
 def router(
     context: typer.Context,
@@ -167,6 +169,14 @@ def router(
     template_s: Annotated[
         float | None, typer.Option(help="Processor seconds of the chat template for a request. [default: 0.2]")
     ] = None,
+    tool_formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tool-format",
+            metavar="MODEL=FORM",
+            help="How it writes calls: hermes, llama3, mistral or mistral11. May be repeated. [default: by template]",
+        ),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens that may be committed beyond the durable position. [default: 64]")
     ] = None,
@@ -199,7 +209,7 @@ def router(
     """Serve clients: tokenize, place sessions, keep their state in Redis, control speculation."""
     from outrider.config import RouterConfig
 
-    config = _section(RouterConfig, context, models=model_folders(models))
+    config = section(RouterConfig, context)
     with _server_process("router", config, loads="tokenizers", checkpoints=config.models.values()) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
@@ -271,7 +281,7 @@ def verifier(
     """Hold the target model: verify token trees and commit the tokens that the target chooses."""
     from outrider.config import VerifierConfig
 
-    config = _section(VerifierConfig, context)
+    config = section(VerifierConfig, context)
     checkpoints = [folder for folder in (model, heads, features) if folder]
     with _server_process("verifier", config, loads=str(model), checkpoints=checkpoints) as announce:
 
@@ -364,7 +374,7 @@ def drafter(
     """Draft ahead of a target: grow token trees and stream them to a verifier, or to a tier of better drafters."""
     from outrider.config import DrafterConfig
 
-    config = _section(DrafterConfig, context)
+    config = section(DrafterConfig, context)
     checkpoints = [folder for folder in (model, target, heads) if folder]
     with _server_process("drafter", config, loads=str(model), checkpoints=checkpoints) as announce:
 
@@ -380,25 +390,27 @@ def drafter(
         run_until_signal(_run_with_redis(redis, service))
 
 
-def model_folders(entries: list[str]) -> dict[str, str]:
-    """Parse NAME=FOLDER entries into folders by model name. Raises BadParameter, which typer reports."""
-    folders = dict(entry.partition("=")[::2] for entry in entries)
-    if not all(name and folder for name, folder in folders.items()):
-        raise typer.BadParameter("must be NAME=FOLDER, for example target=models/target", param_hint="--model")
-    return folders
+def section(kind: type[SectionT], context: typer.Context) -> SectionT:
+    """Return the configuration from the flags; flags that are not given keep their defaults.
 
-
-def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> SectionT:
-    """Return the configuration from the flags; flags that are not given keep their defaults."""
+    Raises BadParameter, which typer reports.
+    """
     from outrider.config import parse
 
     given = {name: value for name, value in context.params.items() if value is not None and name != "redis"}
     if "context_tokens" in given:
         given["context"] = given.pop("context_tokens")
-    if "resources" in given:
-        given["resources"] = dict(entry.partition("=")[::2] for entry in given["resources"])
+    for field in MAPPINGS.intersection(given):
+        given[field] = _mapping(given[field], f"--{field.replace('_', '-').removesuffix('s')}")
     with reported():
-        return parse(kind, given | values, "flags")
+        return parse(kind, given, "flags")
+
+
+def _mapping(entries: list[str], flag: str) -> dict[str, str]:
+    values = dict(entry.partition("=")[::2] for entry in entries)
+    if not all(name and value for name, value in values.items()):
+        raise typer.BadParameter("must be NAME=VALUE", param_hint=flag)
+    return values
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
+from outrider.core.tools.reasoning import Reasoning
 from outrider.errors import InvalidRequest
 
 SHARED_NOISE: Final = "shared-noise"
@@ -54,11 +55,14 @@ class Grammar:
 
     kind: str  # one of `GrammarKind`
     text: str  # the JSON schema, the expression, a JSON list of strings, or the grammar in Lark's form
+    reasoning: str = ""  # what may come before that text, one of `Reasoning`
 
     def __post_init__(self) -> None:
         kinds = get_args(GrammarKind)
         if self.kind not in kinds:
             raise InvalidRequest("grammar.kind", f"is {reprlib.repr(self.kind)}, must be one of {', '.join(kinds)}")
+        if self.reasoning not in get_args(Reasoning):
+            raise InvalidRequest("grammar.reasoning", f"is {reprlib.repr(self.reasoning)}, must be marked or opened")
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest("grammar.text", f"has {len(self.text)} characters, must have at most {MAX_GRAMMAR}")
 

@@ -11,7 +11,7 @@ from outrider.core.tools.reasoning import ReasoningReader
 
 
 class ModelForm(NamedTuple):
-    """How a model writes, as its chat template shows."""
+    """How a model writes, as its chat template and the end of a prompt show."""
 
     tool_format: str = ""  # a name of FORMATS; empty: it knows no tools
     reasoning: str = ""  # see `Reasoning`
@@ -21,7 +21,6 @@ class AnswerTerms(NamedTuple):
     """What a request's answer may have in it."""
 
     tools: Collection[str] = ()  # names of those that it may call
-    constrained: bool = False  # it follows a grammar, so there is no reasoning
 
 
 PLAIN_FORM, ANY_TERMS = ModelForm(), AnswerTerms()
@@ -31,8 +30,7 @@ class AnswerReader:
     """Reads an answer to messages while it comes."""
 
     def __init__(self, form: ModelForm = PLAIN_FORM, terms: AnswerTerms = ANY_TERMS) -> None:
-        opened = form.reasoning == "opened"
-        self._reasoning = ReasoningReader(opened=opened) if form.reasoning and not terms.constrained else None
+        self._reasoning = ReasoningReader(opened=form.reasoning == "opened") if form.reasoning else None
         known = FORMATS.get(form.tool_format) if terms.tools else None
         self._calls = CallReader(known, terms.tools) if known is not None else None
 

@@ -11,8 +11,9 @@ SPACES = " \t\r\n"
 class CallObject:
     """Reads an object with a name and arguments, character by character. The arguments are given out as they come."""
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, name: str = "") -> None:
+        """`name`: of the tool, if it came before the object, which then is the arguments alone."""
+        self.name = name
         self.complete = False
         self.broken = False  # it is no JSON object, or its name is no text
         self._depth = 0
@@ -21,6 +22,9 @@ class CallObject:
         self._colon = False  # there was one after the key
         self._text: list[str] = []  # of the key or value that is read; of arguments that are given out, the beginning
         self._given: list[str] = []  # arguments that were not taken yet
+        self._alone = bool(name)
+        if self._alone:
+            self._depth, self._key, self._colon = 1, ARGUMENTS[0], True
 
     def read(self, text: str) -> int:
         """Read as much of the text as belongs to the object, and return how many characters those are."""
@@ -71,6 +75,9 @@ class CallObject:
             self.broken = True
 
     def _read_value(self, character: str) -> None:
+        if self._alone and not self._text and character not in SPACES + "{":
+            self.broken = True
+            return
         if self._depth == 1 and character in ",}":
             self._end_value()
             self.complete = character == "}" and not self.broken
@@ -83,6 +90,7 @@ class CallObject:
             self._depth -= 1
         self._in_string = character == '"'
         self._add(character)
+        self.complete = self._alone and self._depth == 1
 
     def _add(self, character: str) -> None:
         if self._colon and self._key in ARGUMENTS and (self._text or [character])[0] != '"':

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from outrider.core.marks import begun_mark
 from outrider.core.tools.call_object import CallObject
-from outrider.core.tools.formats import ToolFormat
+from outrider.core.tools.formats import CALL_ID, ToolFormat
 
 CONTENT, REASONING = -1, -2  # of no call
+LONGEST_NAME = 256  # characters between a mark and a separator
 
 
 class CallPiece(NamedTuple):
@@ -99,12 +100,26 @@ class CallReader:
 
     def _read_opening(self, *, last: bool) -> Iterator[CallPiece]:
         opening = self._kept.lstrip()[:1]
-        if opening == "{":
+        if self._form.separator:
+            yield from self._read_name(last=last)
+        elif opening == "{":
             self._place, self._object = _Place.OBJECT, CallObject()
         elif opening == "[" and not self._listed and (self._form.listed or not self._marked):
             self._listed = True
             self._raw += self._pass_over("[")
         elif opening:
+            yield from self._give_up()
+
+    def _read_name(self, *, last: bool) -> Iterator[CallPiece]:
+        """Read what is before the separator: the name, and perhaps the call's number."""
+        before, separator, after = self._kept.partition(self._form.separator)
+        name = before.partition(CALL_ID)[0].strip()
+        if separator and name:
+            self._place, self._object = _Place.OBJECT, CallObject(name)
+            self._raw, self._kept, self._bare = "", after, False
+            self.calls += 1
+            yield CallPiece("", self.calls - 1, name)
+        elif separator or last or len(before) > LONGEST_NAME:
             yield from self._give_up()
 
     def _read_object(self, *, last: bool) -> Iterator[CallPiece]:

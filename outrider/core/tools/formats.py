@@ -13,12 +13,14 @@ from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
 
 MAX_TOOLS = 128
+CALL_ID = "[CALL_ID]"  # before a call's number, where there is a separator
 MAX_CALLS = 32  # of one answer that has to make calls
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 
 
 class ToolFormat(NamedTuple):
-    """The form of one family of models. A call is a JSON object with the tool's name and its arguments."""
+    """The form of one family of models. A call is a JSON object with the tool's name and its arguments, or the name, a
+    separator, and the arguments."""
 
     name: str
     begin: str  # before a call; before the list of all calls, if they are `listed`
@@ -27,16 +29,24 @@ class ToolFormat(NamedTuple):
     arguments: str  # key of the arguments
     listed: bool  # all calls are in one JSON list
     marks: tuple[str, ...]  # in the chat templates of such models
+    separator: str = ""  # between name and arguments; empty: a call is one object
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """What answers have around calls, which may be special tokens."""
+        texts = (self.begin.strip(), self.end.strip(), self.separator, CALL_ID if self.separator else "")
+        return tuple(text for text in texts if text)
 
 
 FORMATS = {
     each.name: each
     for each in (
         ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments", False, ("<tool_call>",)),
+        ToolFormat("mistral11", "[TOOL_CALLS]", "", "", "arguments", False, ("[TOOL_CALLS]", "[ARGS]"), "[ARGS]"),
         ToolFormat("mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")),
         ToolFormat("llama3", "", "", "; ", "parameters", False, ("<|start_header_id|>", '"parameters"')),
     )
-}  # by name; hermes: Hermes 2 Pro and later, Qwen 2.5 and 3; llama3: 3.1 and later
+}  # by name; hermes: Hermes 2 Pro and later, Qwen 2.5 and 3; mistral11: tokenizers from version 11 on; llama3: from 3.1
 
 
 class Tools(NamedTuple):
@@ -53,8 +63,11 @@ class Tools(NamedTuple):
         return self.required or bool(self.name)
 
 
-def format_of(template: str) -> ToolFormat | None:
-    """Return the form of a chat template; None if it knows no tools, or none of these forms."""
+def format_of(template: str, name: str = "") -> ToolFormat | None:
+    """Return the form of a chat template; None if it knows no tools, or none of these forms. `name`: of the form, if it
+    is known otherwise."""
+    if name:
+        return FORMATS[name]
     if "tools" not in template:
         return None
     return next((each for each in FORMATS.values() if all(mark in template for mark in each.marks)), None)
@@ -97,8 +110,18 @@ def calls_grammar(form: ToolFormat, tools: Tools, special: Callable[[str], int |
     more = "" if tools.single or tools.name else f" ({between} call){{0,{MAX_CALLS - 1}}}"
     rules = [f"start: {opening}call{more}{closing}", f"call: {call}"]
     rules.append("function: " + " | ".join(f"f{index}" for index in range(len(wanted))))
-    rules += [f"f{index}: %json {json.dumps(_call_schema(form, function))}" for index, function in enumerate(wanted)]
+    rules += [f"f{index}: {_call(form, function, special)}" for index, function in enumerate(wanted)]
     return Grammar("lark", "\n".join(rules))
+
+
+def _call(form: ToolFormat, function: Mapping[str, Any], special: Callable[[str], int | None]) -> str:
+    """Return what a call of a function is, in Lark's form."""
+    if not form.separator:
+        return f"%json {json.dumps(_call_schema(form, function))}"
+    number = f"({_terminals(CALL_ID, special)} /[a-zA-Z0-9]{{9}}/)? " if special(CALL_ID) is not None else ""
+    arguments = {**_arguments_schema(function), "x-guidance": COMPACT}
+    name, separator = json.dumps(function["name"]), _terminals(form.separator, special)
+    return f"{name} {number}{separator} %json {json.dumps(arguments)}"
 
 
 def _terminals(text: str, special: Callable[[str], int | None]) -> str:
@@ -112,14 +135,17 @@ def _terminals(text: str, special: Callable[[str], int | None]) -> str:
 
 
 def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
+        "properties": {"name": {"const": function["name"]}, form.arguments: _arguments_schema(function)},
         "required": ["name", form.arguments],
         "additionalProperties": False,
         "x-guidance": COMPACT,
     }
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def read_calls(field: str, text: str) -> tuple[dict[str, Any], ...]:

@@ -15,6 +15,12 @@ def reasoning_of(template: str) -> Reasoning:
     return "marked" if BEGIN in template else ""
 
 
+def reasoning_behind(prompt: str) -> Reasoning:
+    """Return whether such a model's answer to a prompt has reasoning, by the prompt's last characters."""
+    end = prompt.rstrip()
+    return "opened" if end.endswith(BEGIN) else "" if end.endswith(END) else "marked"
+
+
 class ReasoningReader:
     """Reads the reasoning out of an answer while it comes."""
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.core.tools.answer_reader import AnswerReader, AnswerTerms, ModelForm
 from outrider.core.tools.call_reader import CONTENT, REASONING
+from outrider.core.tools.reasoning import reasoning_behind
 
 CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'
 CASES = [
@@ -42,6 +43,9 @@ def test_pieces_of_any_length_give_the_same(case: tuple[str, str, str, str], len
     assert divided(form, pieces) == (reasoning, content, int(CALL in text))
 
 
-def test_an_answer_that_follows_a_grammar_has_no_reasoning() -> None:
-    reader = AnswerReader(ModelForm("", "opened"), AnswerTerms(constrained=True))
-    assert [(it.text, it.call) for it in reader.read('{"a": 1}')] == [('{"a": 1}', CONTENT)]
+@pytest.mark.parametrize(
+    ("prompt", "reasoning"),
+    [("<user>x\n<think>\n", "opened"), ("<think>\n\n</think>\n\n", ""), ("<think>x</think> So?", "marked")],
+)
+def test_whether_an_answer_has_reasoning_follows_from_the_end_of_the_prompt(prompt: str, reasoning: str) -> None:
+    assert reasoning_behind(prompt) == reasoning

@@ -91,10 +91,23 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     assert grammar.text.startswith('start: call\ncall: <[7]> "\\n" function "\\n" <[8]>\n')
 
 
+def test_a_call_s_number_comes_before_its_arguments_where_the_model_has_a_token_for_it() -> None:
+    ids = {"[TOOL_CALLS]": 5, "[CALL_ID]": 6, "[ARGS]": 7}
+    grammar = calls_grammar(FORMATS["mistral11"], Tools(TOOLS, name="time"), ids.get)
+    assert grammar.text.startswith("start: call\ncall: <[5]> function \nfunction: f0\n")
+    assert 'f0: "time" (<[6]> /[a-zA-Z0-9]{9}/)? <[7]> %json {' in grammar.text
+
+
+def test_the_form_of_a_template_may_be_set() -> None:
+    form = format_of("{{ messages }}", "llama3")
+    assert form is FORMATS["llama3"]
+
+
 def test_the_form_follows_from_the_template() -> None:
     found = {
         "{% if tools %}<tool_call>{% endif %}": "hermes",
         "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]": "mistral",
+        "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]": "mistral11",
         '<|start_header_id|>{{ tools }} {"name": x, "parameters": y}': "llama3",
         "{{ messages }}<tool_call>": None,
         "{{ tools }}": None,

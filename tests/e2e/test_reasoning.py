@@ -1,0 +1,128 @@
+"""A model that reasons does so before an answer with a form, too, unless the request turns it off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+import outrider
+from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
+from outrider.errors import InvalidRequest
+from outrider.fleet.cluster import LocalCluster
+from tests.e2e.conftest import MODELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEMPLATE = """{% if tools %}<tool_call>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{% endfor %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}"""
+ASKED: Any = [{"role": "user", "content": "How old is he?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+# The reference model has not learned to end reasoning, so it is made likely to.
+BIAS = dict(zip(TOKENIZER.encode("</think>").ids, (10.0, 11.0, 15.0, 12.0, 10.0), strict=True))
+ENDS: Any = {"logit_bias": BIAS, "max_tokens": 200}
+
+
+@dataclass(frozen=True)
+class Clients:
+    sdk: outrider.AsyncClient
+    openai: openai.AsyncOpenAI
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    folder.mkdir()
+    for file in (MODELS / "target").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = ClusterConfig(
+        router=RouterConfig(
+            listen="127.0.0.1:0", models={"target": folder}, overlap=True, tool_formats={"target": "hermes"}
+        ),
+        verifier=[VerifierConfig(model=folder, dtype="float32")],
+        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
+        gateway=GatewayConfig(listen="127.0.0.1:0"),
+    )
+    async with (
+        LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
+        outrider.AsyncClient(cluster.router_address) as sdk,
+        openai.AsyncOpenAI(
+            base_url=f"http://{cluster.processes['gateway'].address}/v1", api_key="unused", max_retries=0
+        ) as theirs,
+    ):
+        yield Clients(sdk, theirs)
+
+
+@pytest.mark.parametrize("seed", [2, 3])  # with which it does
+async def test_reasoning_is_free_and_what_follows_it_is_of_the_schema(clients: Clients, seed: int) -> None:
+    terms: Any = {"messages": ASKED, "schema": SCHEMA, "seed": seed, **ENDS}
+    drafted = await clients.sdk.generate(**terms, speculation="rounds")
+    plain = await clients.sdk.generate(**terms, speculation="off")
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.text.partition("</think>")[0].lstrip("\n").startswith(drafted.reasoning)
+    assert 1 <= drafted.parsed["age"] <= 99
+    assert drafted.finish_reason is outrider.FinishReason.STOP
+
+
+async def test_a_call_that_has_to_be_made_may_be_thought_about(clients: Clients) -> None:
+    terms: Any = {"messages": ASKED, "tools": [TOOL], "seed": 5, **ENDS}
+    made = await clients.sdk.generate(**terms, tool_choice="required", parallel_tool_calls=False)
+    (call,) = made.tool_calls
+    assert "</think>" in made.text
+    assert 1 <= json.loads(call.arguments)["age"] <= 99
+
+
+async def test_a_request_may_turn_reasoning_off(clients: Clients) -> None:
+    off = {"enable_thinking": False}
+    made = await clients.sdk.generate(messages=ASKED, schema=SCHEMA, template_variables=off, seed=6, max_tokens=99)
+    assert (made.reasoning, json.loads(made.text).keys()) == ("", {"age"})
+    form: Any = {"type": "json_schema", "json_schema": {"name": "age", "schema": SCHEMA}}
+    answer = await clients.openai.chat.completions.create(
+        model="target",
+        messages=ASKED,
+        response_format=form,
+        seed=6,
+        max_tokens=99,
+        extra_body={"chat_template_kwargs": off},
+    )
+    assert answer.choices[0].message.content == made.text
+    assert "reasoning_content" not in (answer.choices[0].message.model_extra or {})
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"messages": []}, "'messages', which the router sets"),
+        ({"eos_token": ""}, "'eos_token', which the router sets"),
+        ({"x": "x" * 2**14}, "at most 16384"),
+        ({"x": float}, "are no JSON"),
+        ([("x", 1)], "must be a mapping"),
+    ],
+)
+async def test_what_templates_do_not_get_is_refused_by_name(clients: Clients, variables: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        await clients.sdk.generate(messages=ASKED, template_variables=variables)
+
+
+async def test_prompts_have_no_template(clients: Clients) -> None:
+    with pytest.raises(InvalidRequest, match="template_variables: are for messages"):
+        await clients.sdk.generate("x", template_variables={"enable_thinking": True})
