@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from drafter_svc.hot_reload import HotReload, RequiredShape
 from drafter_svc.ngram_drafter import NgramScheduler
+from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.translator import Translator
@@ -44,6 +45,8 @@ def check_settings(config: DrafterConfig) -> None:
             "learns: is for a drafter with a whole model of the target's tokenizer in one rank; give it none of "
             "drafts, target, heads, layers, skip and tensor_parallel"
         )
+    if config.adapters is not None and (config.drafts != "model" or config.heads is not None or config.learns):
+        raise ConfigError("adapters: are of a model that stays as it is; leave them out, or drafts, heads and learns")
     if config.heads is None:
         return
     if not alone or config.any_target or config.upstream_tier is not None:
@@ -221,4 +224,5 @@ def _draft_scheduler(
         tree=config.tree,
         lower_tier=stream_servicer,
         grammars=GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids),
+        adapters=OwnAdapters(config.adapters, config.max_adapters) if config.adapters is not None else None,
     )

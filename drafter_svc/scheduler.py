@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
+from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.relay import LowerTier, NoLowerTier, Relay
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
 from drafter_svc.sessions.mirror import Inbox, MirrorSnapshot, MirrorUpdate
@@ -23,6 +24,7 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import construction_of, static_construction_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
+from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
@@ -45,6 +47,8 @@ class ScheduledSession:
     """A session in the scheduler, and the upstream's messages since the last level."""
 
     kv_slot: AcquiredSlot
+    kv_scope: str  # within what its KV may be shared
+    adapter: object | None = None  # of the model
     inbox: Inbox = field(default_factory=Inbox)
     session: DraftSession | None = None
     relay: Relay | None = None  # the session as the lower tier sees it
@@ -84,9 +88,10 @@ class DraftScheduler:
         tree: str = "best-first",
         lower_tier: LowerTier | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: OwnAdapters | None = None,
     ) -> None:
         """`tree`: name of the construction; `lower_tier`: sends to it; `grammars`: of the model's vocabulary; None:
-        grammars are not obeyed. Raises ConfigError for an unknown name.
+        grammars are not obeyed; `adapters`: of the model; None: it has none. Raises ConfigError for an unknown name.
         """
         self._construction, self._static_construction = construction_of(tree), static_construction_of(tree)
         self.members: dict[Attachment, ScheduledSession] = {}
@@ -109,6 +114,7 @@ class DraftScheduler:
         self._changed = asyncio.Event()
         self._agreed_before: dict[str, tuple[int, int]] = {}  # counts with earlier engines
         self._grammars = grammars
+        self._adapters = adapters
         self._next_engine: Engine | None = None  # replaces the present engine before the next level
 
     def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
@@ -117,7 +123,9 @@ class DraftScheduler:
         if member is None:
             if not self.slots.free:
                 return
-            member = self.members[key] = ScheduledSession(self._acquire_slot(key, snapshot))
+            adapter, scope = self._adapter_of(key, snapshot.contract)
+            kv_slot = self._acquire_slot(key, snapshot, scope)
+            member = self.members[key] = ScheduledSession(kv_slot, scope, adapter)
         self._enqueue(key, member.inbox, snapshot)
 
     def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
@@ -189,6 +197,7 @@ class DraftScheduler:
             line = list(self.members.items())
             self._budget.open()
             for index, (key, member) in enumerate(line):
+                self._follow_adapter(key, member)
                 if member.inbox or member.has_read or (member.relay is not None and member.relay.changed):
                     self._catch_up(key, member)
                 if (left := self._hold_s(member)) > 0.0:
@@ -285,6 +294,24 @@ class DraftScheduler:
         if grammar is not None and session.sampler.grammar is None and self._grammars is not None:
             session.sampler.grammar = self._grammars.known(grammar, session.tokens[session.answer_position :])
 
+    def _adapter_of(self, key: Attachment, contract: Contract) -> tuple[object | None, str]:
+        """Return the model's own adapter for a contract, once it is loaded, and within what KV may then be shared."""
+        if contract.adapter is None or self._adapters is None:
+            return None, key.tenant
+        loop = asyncio.get_running_loop()
+        adapter = self._adapters.known(
+            contract.adapter, self._engine, partial(loop.call_soon_threadsafe, self._changed.set)
+        )
+        return adapter, key.tenant if adapter is None else contract.kv_scope(key.tenant)
+
+    def _follow_adapter(self, key: Attachment, member: ScheduledSession) -> None:
+        """Have a session begin anew with the model's own adapter, as soon as that is loaded."""
+        session = member.session
+        if session is not None and member.adapter is None and session.contract.adapter is not None:
+            adapter, _ = self._adapter_of(key, session.contract)
+            if adapter is not None:
+                member.inbox.appendleft(session.snapshot())
+
     def _next(self, member: ScheduledSession, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
             self._fit(member, session),
@@ -300,6 +327,7 @@ class DraftScheduler:
             message = member.inbox.popleft()
             if isinstance(message, MirrorSnapshot):
                 member.session = self._begin(key, member, message)
+                member.session.adapter = member.adapter
                 if member.session.tree.digest == message.digest:
                     self._relay(key, member, member.session)
                     continue
@@ -318,7 +346,8 @@ class DraftScheduler:
             first_id = member.session.next_id
             repeats = member.session.repeats if isinstance(member.session, TopKSession) else None
             self._give_back(key, member)
-            member.kv_slot = self._acquire_slot(key, snapshot)
+            member.adapter, member.kv_scope = self._adapter_of(key, snapshot.contract)
+            member.kv_slot = self._acquire_slot(key, snapshot, member.kv_scope)
         kv_slot, vocabulary = member.kv_slot, self._engine.unpadded_vocabulary
         if snapshot.features is not None:
             first = len(snapshot.tokens) - len(snapshot.features)
@@ -339,14 +368,14 @@ class DraftScheduler:
             repeats=repeats,
         )
 
-    def _acquire_slot(self, key: Attachment, snapshot: MirrorSnapshot) -> AcquiredSlot:
-        kv_slot = self.slots.acquire(snapshot.tokens, key.tenant, key.session_id)
+    def _acquire_slot(self, key: Attachment, snapshot: MirrorSnapshot, scope: str) -> AcquiredSlot:
+        kv_slot = self.slots.acquire(snapshot.tokens, scope, key.session_id)
         self._executor.prepare_slot(kv_slot)
         return kv_slot
 
     def _give_back(self, key: Attachment, member: ScheduledSession) -> None:
         held = member.session.tokens[: member.session.cached] if member.session else []
-        self.slots.release(member.kv_slot.slot, held, key.tenant, key.session_id)
+        self.slots.release(member.kv_slot.slot, held, member.kv_scope, key.session_id)
         self._executor.release(member.kv_slot.slot, len(held))
 
     def _relay(self, key: Attachment, member: ScheduledSession, session: DraftSession) -> None:

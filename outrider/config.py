@@ -153,6 +153,8 @@ class WorkerConfig(GrpcConfig):
     slots: int = Field(default=8, ge=1)  # sessions at the same time
     context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
     kv_memory: ByteSize | None = None  # for the model's KV of all slots together, as in 4GiB; None: what they can take
+    adapters: Path | None = None  # folder below which there are LoRA adapters of the model; None: there are none
+    max_adapters: int = Field(default=16, ge=1, le=1024)  # adapters that are kept in memory beside those in use
     store_public: bool = False  # everybody may see pieces of `store`, also those that were drafted and not accepted
     prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt that are read between two steps
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each one an actor on Ray
@@ -176,8 +178,6 @@ class VerifierConfig(WorkerConfig):
 
     dtype: WeightType = "bfloat16"  # a quantized target is another target
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
-    adapters: Path | None = None  # folder below which there are LoRA adapters of the model; None: there are none
-    max_adapters: int = Field(default=16, ge=1, le=1024)  # adapters that are kept in memory beside those in use
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
     heads: Path | None = None  # heads trained on the target, which draft from its hidden states

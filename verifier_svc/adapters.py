@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.core.session.contract import Adapter
+from outrider.engine.adapters.low_rank import adapter_folder
 from outrider.engine.engine import Engine
 from outrider.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, NotFound
 
@@ -76,11 +77,6 @@ class AdapterStore:
         """Return the path of an adapter's folder, which is below the store's. Raises NotFound."""
         if self._folder is None:
             raise NotFound("this verifier has no adapters; start it with --adapters, the folder that holds them")
-        root = self._folder.resolve()
-        try:
-            path = (root / folder).resolve()
-            if root in path.parents and path.is_dir():
-                return path
-        except (OSError, ValueError, RuntimeError):  # a name that is too long, a zero byte, a loop of links
-            pass
-        raise NotFound(f"adapter {folder[:80]!r} is not here: no such folder in {self._folder}")
+        if (path := adapter_folder(self._folder, folder)) is None:
+            raise NotFound(f"adapter {folder[:80]!r} is not here: no such folder in {self._folder}")
+        return path

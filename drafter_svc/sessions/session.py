@@ -55,6 +55,7 @@ class DraftSession(Mirror, ABC):
         self.usable = min(vocabulary, self.unpadded_vocabulary)
         self.construction = construction
         self.slot = slot
+        self.adapter: object | None = None  # of the model
         self.level_price = 0.0  # tokens that one more level costs while the upstream waits
         self.cached = cached
         self.scratch: list[Node] = []
@@ -178,7 +179,7 @@ class DraftSession(Mirror, ABC):
     def _chain(self, count: int, wanted: int) -> Segment:
         tokens = self._read(self.tokens[self.cached : self.cached + count])
         positions = np.arange(self.cached, self.cached + count, dtype=np.int64)
-        return Segment(self.slot, self.cached, tokens, positions, None, wanted)
+        return Segment(self.slot, self.cached, tokens, positions, None, wanted, self.adapter)
 
     def _level(self, pending: int, nodes: Sequence[Node]) -> Segment:
         """Return the pending tokens as a chain, and the nodes behind it. With pending tokens there is no scratch, and
@@ -199,7 +200,13 @@ class DraftSession(Mirror, ABC):
         tokens = self.tokens[self.cached :] + [node.token for node in below]
         positions = [*range(self.cached, len(self.tokens)), *(node.position for node in below)]
         return Segment(
-            self.slot, self.cached, self._read(tokens), np.array(positions), np.concatenate([chain, seen]), len(nodes)
+            self.slot,
+            self.cached,
+            self._read(tokens),
+            np.array(positions),
+            np.concatenate([chain, seen]),
+            len(nodes),
+            self.adapter,
         )
 
     def _read(self, tokens: Sequence[int]) -> NDArray[np.int64]:

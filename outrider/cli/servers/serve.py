@@ -89,6 +89,8 @@ Resources = Annotated[
     typer.Option("--resource", metavar="NAME=AMOUNT", help="Another resource of a rank, on Ray; may be repeated."),
 ]
 Heartbeat = Annotated[float | None, typer.Option(help="Seconds between heartbeats in Redis. [default: 1]")]
+Adapters = Annotated[Path | None, typer.Option(help="Folder below which there are LoRA adapters of the model.")]
+MaxAdapters = Annotated[int | None, typer.Option(help="Adapters kept in memory beside those in use. [default: 16]")]
 StorePublic = Annotated[
     bool | None,
     typer.Option(help="Everybody may see pieces of the store, also in drafts that were rejected."),
@@ -255,12 +257,8 @@ def verifier(
     max_nodes: Annotated[
         int | None, typer.Option(help="Tree nodes in a step, over all sessions. [default: 64]")
     ] = None,
-    adapters: Annotated[
-        Path | None, typer.Option(help="Folder below which there are LoRA adapters of the model.")
-    ] = None,
-    max_adapters: Annotated[
-        int | None, typer.Option(help="Adapters kept in memory beside those in use. [default: 16]")
-    ] = None,
+    adapters: Adapters = None,
+    max_adapters: MaxAdapters = None,
     lookup: Annotated[
         str | None,
         typer.Option(help="Also draft without a model: prompt-lookup, suffix, retrieval or lookahead."),
@@ -333,6 +331,8 @@ def drafter(
     resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
+    adapters: Adapters = None,
+    max_adapters: MaxAdapters = None,
     heads: Annotated[
         Path | None, typer.Option(help="EAGLE heads to draft with; --model is then the target that they belong to.")
     ] = None,

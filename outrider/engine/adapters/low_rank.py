@@ -59,6 +59,16 @@ class LowRankAdapter:
         return sum(it.a.size + it.b.size for layer in self.layers.values() for it in layer.values())
 
 
+def adapter_folder(root: Path, name: str) -> Path | None:
+    """Return the path of an adapter's folder, if it exists and is below the root."""
+    root = root.resolve()
+    try:
+        path = (root / name).resolve()
+        return path if root in path.parents and path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, a zero byte, a loop of links
+        return None
+
+
 def read_adapter(folder: Path, config: ModelConfig) -> LowRankAdapter:
     """Read the adapter of a model with that configuration. Raises CheckpointError, which names what does not fit."""
     if not folder.is_dir():
