@@ -46,6 +46,7 @@ class NgramScheduler:
     ) -> None:
         self.members: dict[Attachment, NgramMember] = {}
         self.progress = WorkClock()
+        self.level_s = 0.0  # all nodes are sent at once
         self.nodes = 0
         self._lookups = lookups
         self._slots = slots

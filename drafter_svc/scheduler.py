@@ -161,6 +161,11 @@ class DraftScheduler:
         else:
             self._resync(key)
 
+    @property
+    def level_s(self) -> float:
+        """Seconds of a level, on average; 0: none has run."""
+        return self._level_s.mean
+
     def replace_engine(self, engine: Engine) -> None:
         """Drafts with another engine of the same shape from the next level on. Sessions read their texts again."""
         self._next_engine = engine

@@ -84,6 +84,11 @@ class Translator:
         return self._scheduler.progress
 
     @property
+    def level_s(self) -> float:
+        """Seconds of the scheduler's levels."""
+        return self._scheduler.level_s
+
+    @property
     def nodes(self) -> int:
         """Number of nodes sent, in the target's tokens."""
         return self._nodes

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 OUTGOING_FRAMES = 4096  # that may be queued; an upstream that reads needs a handful
 BATCH_BYTES = 2**20  # of deltas in one message, from which on the rest waits for the next
+LINGER_S = 0.002  # that a delta waits for those of the next levels, where these take less: a message costs as much
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
@@ -52,6 +53,10 @@ class Listener(Protocol):
     @property
     def progress(self) -> liveness.WorkClock:
         """The progress of the listener's passes, for heartbeats."""
+
+    @property
+    def level_s(self) -> float:
+        """Seconds until the next delta of a session that is not exhausted, on average; 0: not known."""
 
 
 class DraftTracer(Protocol):
@@ -113,6 +118,7 @@ class Upstream:
         self._reason_logged = False  # whether it was logged that no session can be drafted for
         self._outgoing: deque[pb.DraftUp | pb.TreeDelta] = deque()
         self._queued = asyncio.Event()  # set when a frame is queued
+        self._urgent = asyncio.Event()  # set when one is queued that does not wait for others
         self._batches = False  # whether the upstream takes several deltas in one message
         self._overrun = asyncio.Event()  # set when more frames were to be sent than may be queued
         self._numbered: dict[int, Attachment] = {}  # by the number of the subscription
@@ -192,9 +198,16 @@ class Upstream:
         if len(self._outgoing) < OUTGOING_FRAMES:
             self._outgoing.append(frame)
             self._queued.set()
+            if not self._followed(frame):
+                self._urgent.set()
         else:
             self._open = False  # no frame may be left out, so the stream must restart
             self._overrun.set()
+
+    def _followed(self, frame: pb.DraftUp | pb.TreeDelta) -> bool:
+        """Whether another delta will be there at once, for the same message."""
+        more = self._batches and isinstance(frame, pb.TreeDelta) and not frame.exhausted
+        return more and 0.0 < self._listener.level_s < LINGER_S
 
     def _subscribe(self, attachment: Attachment) -> None:
         self._numbered.pop(attachment.number, None)
@@ -274,9 +287,14 @@ class Upstream:
         queued in time."""
         if not self._outgoing:
             self._queued.clear()
+            self._urgent.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(liveness.HEARTBEAT_S):
                     await self._queued.wait()
+            if self._outgoing and not self._urgent.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        await self._urgent.wait()
         deltas: list[pb.TreeDelta] = []
         size = 0
         while self._outgoing and size <= BATCH_BYTES and (self._batches or not deltas):

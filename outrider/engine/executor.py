@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,12 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
+from outrider.core.stats import Ema
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.engine.logits import Logits
 
 T = TypeVar("T")
+
+INLINE_S = 0.0005  # a pass that is shorter runs in the calling thread, because another one costs a third of that
+EMA_WEIGHT = 0.1  # weight of the latest pass in the average time of those with about as many rows
 
 
 class Executor:
@@ -28,6 +33,7 @@ class Executor:
         self._engine = engine
         self._queued: list[Callable[[], None]] = []  # changes, mostly of KV, to run in order before the next pass
         self._thread = ThreadPoolExecutor(1, "forward")
+        self._seconds: dict[int, Ema] = {}  # of a pass, by the bits of its number of rows
 
     def prepare_slot(self, acquired: AcquiredSlot) -> None:
         """Queue the release of what a slot held beyond its cached rows, and the copy of those from another slot."""
@@ -78,9 +84,17 @@ class Executor:
     async def sample(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 0
     ) -> Logits:
-        """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs."""
+        """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
+        a short one, which it runs itself."""
         changes, self._queued = self._queued, []
-        running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, changes, segments, draws, best)
+        seconds = self._seconds.setdefault(sum(len(it.tokens) for it in segments).bit_length(), Ema(EMA_WEIGHT))
+        if seconds.count and seconds.mean < INLINE_S:
+            meanwhile()
+            logits = self._pass(seconds, changes, segments, draws, best)
+            await asyncio.sleep(0)  # for what has arrived meanwhile
+            return logits
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._thread, self._pass, seconds, changes, segments, draws, best)
         meanwhile()
         return await running
 
@@ -100,6 +114,7 @@ class Executor:
 
     def _pass(
         self,
+        seconds: Ema,
         changes: Sequence[Callable[[], None]],
         segments: Sequence[Segment],
         draws: Sequence[Draw | None],
@@ -107,4 +122,7 @@ class Executor:
     ) -> Logits:
         for change in changes:
             change()
-        return self._engine.sample(segments, draws, best)
+        began = time.perf_counter()
+        logits = self._engine.sample(segments, draws, best)
+        seconds.observe(time.perf_counter() - began)
+        return logits

@@ -26,6 +26,7 @@ class Loop:
     def __init__(self) -> None:
         self.members: dict[Attachment, object] = {}
         self.progress = WorkClock()
+        self.level_s = 0.0
         self.nodes = 0
         self.let_go: list[tuple[str, int]] = []
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
-from outrider.engine.executor import Executor
+from outrider.engine.executor import INLINE_S, Executor
 from outrider.engine.kv_slots import AcquiredSlot
 
 ROWS = np.arange(2)
@@ -19,8 +21,11 @@ ROWS = np.arange(2)
 class Engine:
     """Writes down what it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        """`seconds`: that a pass takes."""
         self.asked: list[tuple[Any, ...]] = []
+        self.threads: list[threading.Thread] = []  # of passes
+        self._seconds = seconds
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.asked.append(("copy", source, target, rows))
@@ -33,6 +38,8 @@ class Engine:
 
     def sample(self, *_: object) -> None:
         self.asked.append(("sample",))
+        self.threads.append(threading.current_thread())
+        time.sleep(self._seconds)
 
     def close(self) -> None:
         self.asked.append(("close",))
@@ -98,6 +105,28 @@ async def test_a_flush_runs_what_is_queued_and_what_is_queued_meanwhile_in_the_t
     assert threading.main_thread() not in threads
     await rig.sample()
     assert len(threads) == 2
+
+
+@pytest.mark.parametrize(("seconds", "here"), [(0.0, [False, True, True]), (2 * INLINE_S, [False] * 3)])
+async def test_short_passes_run_in_the_calling_thread_and_long_ones_in_another(
+    seconds: float, here: list[bool]
+) -> None:
+    engine = Engine(seconds)
+    executor = Executor(engine)  # type: ignore[arg-type]
+    turns = [0]
+
+    async def others() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns.append(len(engine.threads))
+
+    beside = asyncio.create_task(others())
+    for _ in here:
+        await executor.sample([], [], lambda: None)
+    beside.cancel()
+    executor.close()
+    assert [thread is threading.current_thread() for thread in engine.threads] == here
+    assert {1, 2, 3} <= {*turns}  # other tasks run behind each
 
 
 async def test_another_engine_is_not_asked_for_what_was_due_to_the_one_before(rig: Rig) -> None:

@@ -77,6 +77,7 @@ class Idle:
     def __init__(self) -> None:
         self.members: dict[Attachment, object] = {}
         self.progress = WorkClock()
+        self.level_s = 0.0
         self.nodes = 0
 
     def closed(self, key: Attachment) -> None:
