@@ -480,7 +480,10 @@ class DraftScheduler:
         """Return the fits of a session's scores: those that sessions of one rule and temperature bucket share, or its
         own copy where it is not representative."""
         contract = session.contract
-        shared = self._fits.setdefault((contract.rule, contract.temperature_bucket), DrafterFits())
+        kind = contract.rule, contract.temperature_bucket
+        shared = self._fits.get(kind)
+        if shared is None:
+            shared = self._fits[kind] = DrafterFits()
         if session.representative:
             return shared
         if member.fits is None:
