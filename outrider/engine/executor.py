@@ -1,4 +1,8 @@
-"""Runs the passes of an engine, one at a time in one thread; queued KV changes run before the next pass."""
+"""Runs the passes of an engine, one at a time; queued KV changes run before the next pass.
+
+Passes run in a thread of their own, so that the event loop goes on, and short ones in the loop's: handing one over
+costs more than the loop loses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from outrider.engine.logits import Logits
 
 T = TypeVar("T")
 
-INLINE_S = 0.0005  # a pass that is shorter runs in the calling thread, because another one costs a third of that
+INLINE_S = 0.0005  # a pass that usually is shorter runs in the calling thread
 EMA_WEIGHT = 0.1  # weight of the latest pass in the average time of those with about as many rows
 
 
@@ -33,6 +37,7 @@ class Executor:
         self._engine = engine
         self._queued: list[Callable[[], None]] = []  # changes, mostly of KV, to run in order before the next pass
         self._thread = ThreadPoolExecutor(1, "forward")
+        self._copies = False  # whether KV is copied before the next pass, which may take long
         self._seconds: dict[int, Ema] = {}  # of a pass, by the bits of its number of rows
 
     def prepare_slot(self, acquired: AcquiredSlot) -> None:
@@ -40,6 +45,7 @@ class Executor:
         self.release(acquired.slot, acquired.cached if acquired.source is None else 0)
         if acquired.source is not None:
             self._queued.append(partial(self._engine.copy, acquired.source, acquired.slot, acquired.cached))
+            self._copies = True
 
     def release(self, slot: int, rows: int) -> None:
         """Queue the release of a slot's KV rows from `rows` on."""
@@ -87,8 +93,12 @@ class Executor:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
         a short one, which it runs itself."""
         changes, self._queued = self._queued, []
-        seconds = self._seconds.setdefault(sum(len(it.tokens) for it in segments).bit_length(), Ema(EMA_WEIGHT))
-        if seconds.count and seconds.mean < INLINE_S:
+        copies, self._copies = self._copies, False
+        size = sum(len(it.tokens) for it in segments).bit_length()
+        seconds = self._seconds.get(size)
+        if seconds is None:
+            seconds = self._seconds[size] = Ema(EMA_WEIGHT, mean=INLINE_S)
+        if seconds.mean < INLINE_S and not copies:
             meanwhile()
             logits = self._pass(seconds, changes, segments, draws, best)
             await asyncio.sleep(0)  # for what has arrived meanwhile

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from outrider.engine.executor import INLINE_S, Executor
+from outrider.engine import executor as executors
+from outrider.engine.executor import Executor
 from outrider.engine.kv_slots import AcquiredSlot
 
 ROWS = np.arange(2)
@@ -107,10 +108,23 @@ async def test_a_flush_runs_what_is_queued_and_what_is_queued_meanwhile_in_the_t
     assert len(threads) == 2
 
 
-@pytest.mark.parametrize(("seconds", "here"), [(0.0, [False, True, True]), (2 * INLINE_S, [False] * 3)])
-async def test_short_passes_run_in_the_calling_thread_and_long_ones_in_another(
-    seconds: float, here: list[bool]
+async def test_a_short_pass_with_a_copy_before_it_runs_in_another_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(executors, "INLINE_S", 60.0)
+    for _ in range(3):
+        await rig.sample()
+    rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
+    await rig.sample()
+    await rig.sample()
+    assert [thread is threading.current_thread() for thread in rig.engine.threads[1:]] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("seconds", "limit", "here"), [(0.0, 60.0, [False, True, True]), (0.02, 0.01, [False] * 3)])
+async def test_short_passes_run_in_the_calling_thread_and_long_ones_in_another(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, limit: float, here: list[bool]
+) -> None:
+    monkeypatch.setattr(executors, "INLINE_S", limit)
     engine = Engine(seconds)
     executor = Executor(engine)  # type: ignore[arg-type]
     turns = [0]
