@@ -11,7 +11,6 @@ The last line: `adapters: one=… four=… gap_ms=… usual_gap_ms=…`.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,15 +22,14 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from safetensors.numpy import save_file
 
+from bench.low_rank_files import make_adapter
 from bench.options import padded_model
 from outrider.cli.command import parse_count, reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
-from outrider.engine.adapters.low_rank import CONFIG, MODULES, TENSORS, linear_shape
 from outrider.engine.batch import Segment
-from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config
+from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.lifecycle import run_until_signal
@@ -59,22 +57,6 @@ class Gaps:
 
     loading: list[float] = field(default_factory=list)
     usual: list[float] = field(default_factory=list)
-
-
-def make_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> Path:
-    """Write a random adapter of all linears, in PEFT's format."""
-    random = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(config.layers):
-        for module, block in MODULES.items():
-            outputs, inputs = linear_shape(config, module)
-            for name, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                key = f"base_model.model.model.layers.{layer}.{block}.{module}.lora_{name}.weight"
-                tensors[key] = (0.01 * random.standard_normal(shape)).astype(np.float16)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / TENSORS)
-    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}), encoding="utf-8")
-    return folder
 
 
 def measure_passes(target: Path, folders: Sequence[Path], threads: int, rounds: int = ROUNDS) -> PassSeconds:

@@ -325,7 +325,7 @@ class GpuRun:
         new = PaddedShape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
         return PaddedWeights(Weights(folder), config, new)
 
-    def _engine(self, weights: PaddedWeights, slots: int, dtype: DeviceDtype) -> DeviceEngine:
+    def _engine(self, weights: PaddedWeights, slots: int, dtype: DeviceDtype, adapters: int = 0) -> DeviceEngine:
         from outrider.engine.device import DeviceEngine
 
         engine = DeviceEngine.of(
@@ -335,6 +335,7 @@ class GpuRun:
             device=self.device,
             dtype=dtype,
             slots=slots,
+            adapters=adapters,
         )
         engine.record()
         return engine

@@ -62,6 +62,7 @@ def _gpu(shape: str, batch: int, *more: str) -> Part:
     return Part(name, ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch), *more), 300)
 
 
+ADAPTERS = ("--adapters", "0", "--adapters", "1", "--adapters", "4")
 PARTS = (
     Part("parity", ("-m", "bench.gpu_parity"), 120),
     Part("tests", (*PYTEST, *TESTS), 300, {"OUTRIDER_TEST_DEVICE": "cuda"}),
@@ -73,6 +74,8 @@ PARTS = (
     ),
     _profile("8b-1", "--rows", "1", "--rows", "16"),
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
+    _profile("8b-8-adapters", "--texts", "8", "--rows", "1", *ADAPTERS),
+    _profile("8b-8-adapters-float8", "--texts", "8", "--rows", "1", "--dtype", "float8", *ADAPTERS),
     _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "64"),
     _profile("8b-1-float8", "--rows", "1", "--rows", "16", "--dtype", "float8"),
     _profile("1b-1-drafter-float8", "--shape", "1b", "--rows", "4", "--best", "64", "--dtype", "float8"),

@@ -1,25 +1,31 @@
 """Compares the device's engine with the CPU's in float32, kind by kind: `python -m bench.gpu_parity`.
 
 Both run the same passes over the reference target with random tokens: chunks of prompts, trees of several texts at
-once, moves of committed rows, copies between slots, and choices under shared noise. Prints the widest gap between their
-logits for each kind; float32 sums in another order differ by about 1e-5. Choices are compared with those of the host's
-sampler on the same logits, so they must be equal.
+once, moves of committed rows, copies between slots, texts with adapters, and choices under shared noise. Prints the
+widest gap between their logits for each kind; float32 sums in another order differ by about 1e-5. Adapters are compared
+with weights into which they are merged. Choices are compared with those of the host's sampler on the same logits, so
+they must be equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bench.low_rank_files import make_adapter, merge_adapter
 from outrider.cli.command import FAILURE, reported
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
+from outrider.engine.adapters.low_rank import MODULES
 from outrider.engine.batch import Segment
+from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.device import DeviceEngine
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.masks import tree_mask
@@ -34,7 +40,8 @@ class Parity:
     """Both engines, and the widest gap of each kind of work."""
 
     def __init__(self, model: Path, device: str) -> None:
-        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS)
+        self.model = model
+        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS, adapters=len(ADAPTERS))
         self.host = NativeEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
         self.random = np.random.default_rng(SEED)
         self.gaps: dict[str, float] = {}
@@ -45,7 +52,10 @@ class Parity:
 
     def forward(self, kind: str, segments: Sequence[Segment]) -> None:
         """Run a pass on both engines and note the gap between their logits."""
-        ours, expected = self.device.forward(segments), self.host.forward(segments)
+        self.compare(kind, self.device.forward(segments), self.host.forward(segments))
+
+    def compare(self, kind: str, ours: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """Note the gap between the logits of the engines."""
         gap = float(np.abs(ours - expected).max()) if expected.size else 0.0
         self.gaps[kind] = max(self.gaps.get(kind, 0.0), gap if np.isfinite(gap) else np.inf)
 
@@ -109,6 +119,27 @@ def copies(both: Parity) -> None:
         both.forward("copies", [both.chain(7, rows, 4), both.chain(0, 200, 2)])
 
 
+def adapters(both: Parity) -> None:
+    """Prompts and trees of texts with two adapters and without one, in the same passes."""
+    config = read_config(both.model)
+    with TemporaryDirectory(prefix="outrider-parity-") as name:
+        scratch = Path(name)
+        hosts: list[NativeEngine] = [both.host]
+        handles: list[object] = [None]
+        for seed, (rank, modules) in enumerate(ADAPTERS):
+            files = make_adapter(scratch / f"a{seed}", config, rank, seed, modules=modules, deviation=0.05)
+            merged = merge_adapter(both.model, files, scratch / f"m{seed}")
+            hosts.append(NativeEngine.load(merged, dtype="float32", slots=SLOTS, threads=1))
+            handles.append(both.device.load_adapter(files)[0])
+    for sizes in ([1] * SLOTS, [3, 64, 1, 200, 17, 2, 90, 5]):
+        prompts = [both.chain(slot, 0, size) for slot, size in enumerate(sizes)]
+        for part in (prompts, [both.tree(slot, size, 12) for slot, size in enumerate(sizes)]):
+            chosen = [slot % len(hosts) for slot in range(SLOTS)]
+            changed = [replace(it, adapter=handles[which]) for it, which in zip(part, chosen, strict=True)]
+            expected = [hosts[which].forward([it]) for it, which in zip(part, chosen, strict=True)]
+            both.compare("adapters", both.device.forward(changed), np.concatenate(expected))
+
+
 def choices(both: Parity) -> None:
     """Tokens under shared noise, with restrictions and without; the gap is 0 or infinite."""
     wrong = left = 0
@@ -137,8 +168,12 @@ CHOSEN_UNDER: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "allowed_ids": tuple(range(100, 400))},
     {"logprobs": 5},
 )
+ADAPTERS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (16, tuple(MODULES)),
+    (5, ("q_proj", "v_proj", "down_proj")),
+)  # ranks and linears
 LEFT = 0.02  # largest share of rows for which the device may choose nothing
-KINDS: Sequence[Callable[[Parity], None]] = (chunks, trees, moves, copies, choices)
+KINDS: Sequence[Callable[[Parity], None]] = (chunks, trees, moves, copies, adapters, choices)
 
 
 def main(

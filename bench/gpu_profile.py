@@ -1,28 +1,34 @@
 """Where a step's time goes on a device, kernel by kernel: `python -m bench.gpu_profile --shape 8b --texts 1`.
 
 The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
-text, are measured and then traced: milliseconds of a step, those until the host has launched it, and the sum over all
-kernels; then the microseconds of each kernel in a step.
+text, without adapters or with some, are measured and then traced: milliseconds of a step, those until the host has
+launched it, and the sum over all kernels; then the microseconds of each kernel in a step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
 from bench.gpu import ROOT, SHAPES, GpuRun
+from bench.low_rank_files import make_adapter
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.device.token_choice import VERIFIED
 from outrider.engine.masks import tree_mask
 
 if TYPE_CHECKING:
+    from outrider.engine.checkpoints.checkpoint import ModelConfig
     from outrider.engine.device import DeviceEngine
 
 STEPS = 12
@@ -35,6 +41,11 @@ def main(
     texts: Annotated[int, typer.Option(min=1)] = 1,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a text in a step. [default: 1, 8, 16]")] = None,
     context: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
+    adapters: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Adapters of all linears, which the texts have in turn. [default: 0]"),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of these adapters.")] = 16,
     best: Annotated[int, typer.Option(help="Candidates of a row, as a drafter needs them; 0: as a verifier.")] = 0,
     device: Annotated[str, typer.Option()] = "cuda",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
@@ -48,7 +59,8 @@ def main(
         texts=Path(ROOT / "examples" / "held_out.jsonl"),
     )  # fmt: skip
     began = time.perf_counter()
-    engine = run._engine(run._weights("target", shape), texts, dtype)  # type: ignore[arg-type]
+    weights, most = run._weights("target", shape), max(adapters or (0,))
+    engine = run._engine(weights, texts, dtype, most)  # type: ignore[arg-type]
     loaded = time.perf_counter()
     print(
         f"profile: loaded and recorded in {loaded - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
@@ -58,43 +70,49 @@ def main(
         for start in range(0, context, 256):
             part = np.array(prompt[start : start + 256])
             engine.forward([Segment(slot, start, part, start + np.arange(len(part)), None, 0)])
-    for count in rows or (1, 8, 16):
+    handles = loaded_adapters(engine, weights.config, most, rank)
+    for count, used in product(rows or (1, 8, 16), adapters or (0,)):
+        segments, draws = work(texts, count, context, handles[:used])
+        repeated = partial(engine.sample, segments, draws, best)
         began = time.perf_counter()
-        step(engine, texts, count, context, best)
+        repeated()
         recorded = time.perf_counter() - began
         for _ in range(WARM_UPS):
-            step(engine, texts, count, context, best)
+            repeated()
         times, launches = [], []
         for _ in range(STEPS):
-            segments, draws = work(texts, count, context)
             began = time.perf_counter()
             logits = engine._run(segments, draws, max(VERIFIED, best))
             launches.append(time.perf_counter() - began)
             logits.fetch()
             times.append(time.perf_counter() - began)
         wall_ms, launch_ms = median(times) * 1e3, median(launches) * 1e3
-        busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))
+        busy_ms, kernels = traced(torch, repeated)
         print(
-            f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} best={best} "
+            f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} best={best} adapters={used} rank={rank} "
             f"step_ms={wall_ms:.3f} launch_ms={launch_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
         )
         for name, (calls, spent_us) in kernels[:TOP]:
             print(f"  {spent_us:9.1f} us {calls:6.1f} calls {spent_us / max(calls, 1e-9):8.2f} us each  {name[:90]}")
 
 
-def step(engine: DeviceEngine, texts: int, rows: int, context: int, best: int) -> None:
-    """Run a verifying step."""
-    segments, draws = work(texts, rows, context)
-    engine.sample(segments, draws, best)
+def loaded_adapters(engine: DeviceEngine, config: ModelConfig, count: int, rank: int) -> list[object]:
+    """Return random adapters of all linears."""
+    with TemporaryDirectory(prefix="outrider-profile-") as folder:
+        made = [make_adapter(Path(folder) / f"{seed}", config, rank, seed) for seed in range(count)]
+        return [engine.load_adapter(it)[0] for it in made]
 
 
-def work(texts: int, rows: int, context: int) -> tuple[list[Segment], list[Draw]]:
-    """Return the segments of a verifying step, a binary tree for each text or one row, and its draws."""
+def work(texts: int, rows: int, context: int, adapters: Sequence[object]) -> tuple[list[Segment], list[Draw]]:
+    """Return the segments of a verifying step, a binary tree for each text or one row, and its draws. `adapters`: that
+    the texts have in turn; none: they have none."""
     segments = []
     for slot in range(texts):
         mask = tree_mask(1, [node // 2 for node in range(rows - 1)]) if rows > 1 else None
         at = np.arange(rows)
-        segments.append(Segment(slot, context - 1, at + 5, context - 1 + np.minimum(at, 6), mask))
+        adapter = adapters[slot % len(adapters)] if adapters else None
+        positions = context - 1 + np.minimum(at, 6)
+        segments.append(Segment(slot, context - 1, at + 5, positions, mask, None, adapter))
     return segments, [Draw(slot, 1.0) for slot in range(texts)]
 
 

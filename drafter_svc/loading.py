@@ -90,6 +90,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         numerics=config.numerics,
         group=group,
         kv_memory=config.kv_memory,
+        adapters=0 if config.adapters is None else config.max_adapters,
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no KV rows for more

@@ -51,6 +51,7 @@ class OwnAdapters:
             path = adapter_folder(self._folder, adapter.folder)
             if path is not None:
                 weights, _ = engine.load_adapter(path)
+                log.info("adapter %s is drafted for with the one in %s", adapter.folder, path)
         except (CheckpointError, ConfigError) as error:
             log.warning("sessions with adapter %s are drafted for without it: %s", adapter.folder, error)
         with self._lock:

@@ -240,6 +240,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         group=group,
         features=_wanted_features(config, folder),
         kv_memory=config.kv_memory,
+        adapters=config.max_adapters if config.adapters else 0,
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no KV rows for more

@@ -100,11 +100,13 @@ def load_engine(
     features: Features | None = None,
     progress: Callable[[float], None] | None = None,
     kv_memory: int | None = None,
+    adapters: int = 0,
 ) -> Engine:
     """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
     `numerics`: "invariant" requires that a token's logits have the same bits in every pass; the compiled kernels
-    guarantee that in any case. `kv_memory`: see `CpuEngine.load`.
+    guarantee that in any case. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; on a CPU they
+    need no preparation.
 
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend do not support a setting.
     """
@@ -134,6 +136,7 @@ def load_engine(
                 group=_on_torch(group),
                 progress=progress,
                 kv_memory=kv_memory,
+                adapters=adapters,
             )
             if device_engine.kv_tokens:
                 log.info(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench import adapters
-from bench.adapters import Gaps, PassSeconds, last_line, make_adapter, measure_loading, measure_passes
+from bench.adapters import Gaps, PassSeconds, last_line, measure_loading, measure_passes
+from bench.low_rank_files import make_adapter
 from outrider.engine.checkpoints.checkpoint import read_config
 
 TARGET = Path("models") / "target"

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 from bench import gpu_cluster, gpu_day, gpu_parity, gpu_profile
 from bench.gpu_day import Part, run
 
+ON_CPU = ("--device", "cpu")
+PROFILE = (*ON_CPU, "--shape", "tiny", "--context", "20")
+
 
 def status_of(part: Part, folder: Path) -> str:
     return run(part, folder, time.monotonic() + 60)
@@ -62,8 +65,10 @@ def test_the_last_line_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.extended
 def test_parity_and_profile_run_without_a_gpu() -> None:
     for main, arguments, line in (
-        (gpu_parity.main, ["--device", "cpu", "--model", "models/drafter", "--kind", "copies"], "parity: device=cpu"),
-        (gpu_profile.main, ["--device", "cpu", "--shape", "tiny", "--context", "20", "--rows", "2"], "profile: shape="),
+        (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "copies"], "parity: device=cpu"),
+        (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "adapters"], "parity: device=cpu adapters="),
+        (gpu_profile.main, [*PROFILE, "--rows", "2"], "rows=2 dtype=bfloat16 best=0 adapters=0"),
+        (gpu_profile.main, [*PROFILE, "--rows", "1", "--texts", "3", "--adapters", "2"], "adapters=2 rank=16 step_ms="),
     ):
         app = typer.Typer()
         app.command()(main)

@@ -30,8 +30,11 @@ from torch.nn.functional import embedding, linear
 
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
+from outrider.engine.adapters.low_rank import LowRankAdapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.device.adapter_memory import AdapterForm
+from outrider.engine.device.adapter_table import AdaptedPass, AdapterShape, AdapterTable, PlainPass, check_adapters
 from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.float8 import Float8Weight, linear8
@@ -46,19 +49,19 @@ from outrider.engine.device.input_buffers import (
 )
 from outrider.engine.device.int4 import GroupedInt4Weight, linear4
 from outrider.engine.device.kernels import Kernels, LayerForm
+from outrider.engine.device.kv_memory import pages_for
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
-from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, PageTable, pages_of
+from outrider.engine.device.page_table import PAGE_ROWS, PageTable, pages_of
 from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
-from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_kv_memory, check_sizes
+from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
-WORKSPACE_BYTES = 3 * 2**29  # of a device's memory that recordings, libraries and intermediate results may take
 GREEDY = Draw(0, 0.0)
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
 CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {
@@ -73,9 +76,10 @@ _NO_MOVES = np.empty((2, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The recorded layers, for one number of rows."""
+    """The recorded layers, for one number of rows, with adapters or without."""
 
     plan: AttentionPlan
+    adapters: PlainPass | AdaptedPass
     replay: Replay
 
 
@@ -111,8 +115,10 @@ class DeviceEngine(Engine):
         group: TensorGroup,
         kernels: Kernels,
         recorder: Recorder,
+        adapters: AdapterShape | None = None,
     ) -> None:
-        """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together."""
+        """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together; `adapters`: None: the
+        engine has none."""
         dtype = weights.head.dtype
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -153,7 +159,8 @@ class DeviceEngine(Engine):
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
-        self._layers: dict[int, _Layers] = {}  # by rows
+        self._adapters = None if adapters is None else AdapterTable(adapters, slots, kernels)
+        self._layers: dict[tuple[int, bool], _Layers] = {}  # by rows, and whether some have an adapter
         self._choice = TokenChoice(
             config,
             slots,
@@ -180,10 +187,12 @@ class DeviceEngine(Engine):
         group: TensorGroup = ALONE,
         progress: Callable[[float], None] | None = None,
         kv_memory: int | None = None,
+        adapters: int = 0,
     ) -> DeviceEngine:
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
         `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
+        `adapters`: so many can be held, for which KV leaves memory; 0: `load_adapter` is refused.
 
         Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
         type of weights that is not supported.
@@ -204,6 +213,7 @@ class DeviceEngine(Engine):
             rows=rows,
             group=group,
             kv_memory=kv_memory,
+            adapters=adapters,
         )
         weights.finish()
         return engine
@@ -222,8 +232,9 @@ class DeviceEngine(Engine):
         rows: int | None = None,
         group: TensorGroup = ALONE,
         kv_memory: int | None = None,
+        adapters: int = 0,
     ) -> DeviceEngine:
-        """Make an engine over weights from any source."""
+        """Make an engine over weights from any source; for the parameters see `load`."""
         check_sizes(slots, rows)
         torch_device = check_device(device)
         if dtype not in get_args(DeviceDtype):
@@ -235,6 +246,11 @@ class DeviceEngine(Engine):
         part = group.shard.config(replace(config, layers=len(kept)))
         with torch.inference_mode(), _fitting(torch_device):
             weights = load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype))
+            shape = None
+            if adapters and group.shard.of == 1:
+                form = AdapterForm.of(part, weights.head.dtype, torch_device)
+                shape = AdapterShape(config, kept, form, adapters)
+            reserved = 0 if shape is None else shape.reserved
             return cls(
                 part,
                 weights,
@@ -242,10 +258,11 @@ class DeviceEngine(Engine):
                 device=torch_device,
                 slots=slots,
                 rows=rows,
-                pages=_pages_for(torch_device, part, weights.head.dtype, slots, rows, kv_memory, group),
+                pages=pages_for(torch_device, part, weights.head.dtype, slots, rows, kv_memory, group, reserved),
                 group=group,
                 kernels=kernels,
                 recorder=CudaGraphs(torch_device) if torch_device.type == "cuda" else NoRecorder(),
+                adapters=shape,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -255,6 +272,13 @@ class DeviceEngine(Engine):
         logits = self._run(segments, draws, max(VERIFIED, min(best, self.vocabulary)) if any(draws) else 0)
         logits.fetch()
         return logits
+
+    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        if self._group.shard.of > 1:
+            raise ConfigError("adapters: a model that several ranks share has none yet; serve it on one rank")
+        if self._adapters is None:
+            raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
+        return self._adapters.load(folder)
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
@@ -281,7 +305,8 @@ class DeviceEngine(Engine):
         return (self._table.pages - self._table.free) * PAGE_ROWS * self.row_bytes
 
     def record(self) -> None:
-        """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds.
+        """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds. An
+        engine for adapters records them twice, with the adapters' kernels and without.
 
         The largest are first: smaller ones then fit into the memory that they share. All ranks of a group record at
         once. Raises ConfigError when the device has too little memory.
@@ -289,13 +314,15 @@ class DeviceEngine(Engine):
         self._group.barrier()
         with torch.inference_mode(), self._current_device(), _fitting(self.device):
             for count in reversed(ROWS):
-                self._layers_for(count)
+                for adapted in (False,) if self._adapters is None else (False, True):
+                    self._layers_for(count, adapted)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
                     self._choice.record(count, min(candidates, self.vocabulary))
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
         check_trees(segments)
+        check_adapters(segments, None if self._adapters is None else self._adapters.form)
 
     def _run(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
         """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none."""
@@ -312,6 +339,7 @@ class DeviceEngine(Engine):
                 moves = _NO_MOVES
             for prepared in passes:
                 self._inputs.send(prepared.layers.plan, prepared.segments, prepared.runs[0], moves)
+                prepared.layers.adapters.send(prepared.segments)
                 moves = _NO_MOVES
                 for index, (run, head) in enumerate(zip(prepared.runs, prepared.heads, strict=True)):
                     chosen = self._choice.send(run, candidates)
@@ -330,20 +358,25 @@ class DeviceEngine(Engine):
     ) -> _Pass:
         """Find what a pass needs. What is not recorded yet is recorded here, which sends inputs of its own."""
         segments = [part.segment for part in parts]
-        layers = self._layers_for(round_up(sum(len(it.tokens) for it in segments), ROWS))
+        adapted = any(it.adapter is not None for it in segments)
+        layers = self._layers_for(round_up(sum(len(it.tokens) for it in segments), ROWS), adapted)
         runs = Outputs.of(parts, draws, first).divided()
         return _Pass(segments, layers, runs, [self._choice.head(run, candidates) for run in runs])
 
-    def _layers_for(self, count: int) -> _Layers:
+    def _layers_for(self, count: int, adapted: bool) -> _Layers:
         """Return the layers at a number of rows, recorded over padding alone at their first use."""
-        if count not in self._layers:
+        if (count, adapted) not in self._layers:
             plan = self._plan(count)
             inputs = self._inputs.rows(plan)
+            adapters = self._adapters.of_rows(count) if adapted and self._adapters is not None else PlainPass()
             self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
-            self._layers[count] = _Layers(plan, self._recorder.record(lambda: self._compute_layers(plan, inputs)))
-        return self._layers[count]
+            replay = self._recorder.record(lambda: self._compute_layers(plan, inputs, adapters))
+            self._layers[count, adapted] = _Layers(plan, adapters, replay)
+        return self._layers[count, adapted]
 
-    def _compute_layers(self, plan: AttentionPlan, inputs: RowInputs[Tensor]) -> None:
+    def _compute_layers(
+        self, plan: AttentionPlan, inputs: RowInputs[Tensor], adapters: PlainPass | AdaptedPass
+    ) -> None:
         """Move cache rows, and compute the residual stream of all rows, with their keys and values."""
         kernels, weights, form, add = self._kernels, self._weights, self._form, self._group.all_reduce
         kind, last = weights.head.dtype, len(weights.layers) - 1
@@ -351,24 +384,24 @@ class DeviceEngine(Engine):
         hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
         normed = kernels.norm(hidden, weights.layers[0].attention_norm, form.eps, kind)
         for index, layer in enumerate(weights.layers):
+            new = self._linear(normed, layer.qkv, layer.qkv_bias)
+            adapters.add(normed, new, index, "qkv")
             queries = kernels.rotate(
-                self._linear(normed, layer.qkv, layer.qkv_bias),
-                form,
-                self._cos,
-                self._sin,
-                inputs.positions,
-                self._cache[index],
-                inputs.places,
-                layer.head_norms,
+                new, form, self._cos, self._sin, inputs.positions, self._cache[index], inputs.places, layer.head_norms
             )
             keys, values = self._cache[index]
             attended = kernels.attend(
                 queries, keys, values, inputs.tiles, inputs.trees, inputs.pages, plan=plan, buffers=self._attention
-            )
-            out = add(self._linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
-            normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, out)
-            units = kernels.gate(self._linear(normed, layer.gate_up, layer.gate_up_bias))
-            out = add(self._linear(units, layer.down, layer.down_bias))
+            ).view(plan.rows, -1)
+            part = self._linear(attended, layer.output, layer.output_bias)
+            adapters.add(attended, part, index, "output")
+            normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, add(part))
+            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
+            adapters.add(normed, gate_up, index, "gate_up")
+            units = kernels.gate(gate_up)
+            part = self._linear(units, layer.down, layer.down_bias)
+            adapters.add(units, part, index, "down")
+            out = add(part)
             if index < last:
                 normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
         torch.add(hidden, out, out=self._hidden[: plan.rows])
@@ -432,41 +465,6 @@ def _check_capability(device: torch.device, dtype: DeviceDtype) -> None:
             f"dtype: {dtype} needs a CUDA device of capability {needed[0]}.{needed[1]}, and {device} has "
             f"{has[0]}.{has[1]}; {advice}"
         )
-
-
-def _pages_for(
-    device: torch.device,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    slots: int,
-    rows: int,
-    kv_memory: int | None,
-    group: TensorGroup,
-) -> int:
-    """Return how many pages of KV there are: those of all slots, or as many as fit; all ranks have equally many.
-
-    `config`: of this rank's part. Raises ConfigError if one text does not fit.
-    """
-    page = 2 * config.layers * config.kv_heads * PAGE_ROWS * config.head_dim * dtype.itemsize
-    whole = slots * pages_of(rows)
-    least = min(whole, pages_of(rows + SCRATCH) + TEXT_SPARE)
-    pages = whole
-    if kv_memory is not None:
-        check_kv_memory(kv_memory, least * page, rows)
-        pages = min(whole, kv_memory // page)
-    if device.type == "cuda":
-        room = max(0, torch.cuda.mem_get_info(device)[0] - WORKSPACE_BYTES) // page - 1
-        if room < least:
-            raise ConfigError(
-                f"context: the KV of one text of {rows - SCRATCH} tokens takes {least * page / 2**30:.1f} GiB, and "
-                f"{max(0, room * page) / 2**30:.1f} GiB of {device} are free for it; lower the context, use "
-                "float8 or int4, or a larger device"
-            )
-        pages = min(pages, room)
-    if group.shard.of > 1:
-        group.barrier()  # others may still load
-        pages = int(group.all_gather(torch.tensor([pages])).min())
-    return pages
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from outrider.engine.device.low_rank import AdaptedLinear, AdapterInputs, AdapterPlan
     from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 
 
@@ -62,6 +63,19 @@ class Kernels(Protocol):
         buffers: AttentionBuffers,
     ) -> Tensor:
         """Compute the attention of all rows; see `tree_attention`."""
+
+    def add_low_rank(
+        self,
+        x: Tensor,
+        result: Tensor,
+        inputs: AdapterInputs,
+        layer: int,
+        it: AdaptedLinear,
+        *,
+        plan: AdapterPlan,
+        sums: Tensor,
+    ) -> None:
+        """Add what the adapters of a pass change in one linear to its result; see `low_rank`."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up: [rows, 2 * ffn] -> [rows, ffn]."""

@@ -75,13 +75,18 @@ def _chain_and_tree(segment: Segment) -> list[Segment]:
             f"segment of slot {segment.slot}: a tree of {count - chain} rows over {segment.span - chain} cache rows, "
             f"of at most {MOST_ROWS} and {TREE_COLUMNS}"
         )
-    slot, prefix, tokens, positions, outputs = (
-        segment.slot, segment.prefix, segment.tokens, segment.positions, segment.outputs,
-    )  # fmt: skip
+    prefix, tokens, positions, outputs = segment.prefix, segment.tokens, segment.positions, segment.outputs
     tree = min(outputs, count - chain)
     return [
-        Segment(slot, prefix, tokens[:chain], positions[:chain], None, outputs - tree),
-        Segment(slot, prefix + chain, tokens[chain:], positions[chain:], mask[chain:, chain:], tree),
+        replace(segment, tokens=tokens[:chain], positions=positions[:chain], mask=None, wanted=outputs - tree),
+        replace(
+            segment,
+            prefix=prefix + chain,
+            tokens=tokens[chain:],
+            positions=positions[chain:],
+            mask=mask[chain:, chain:],
+            wanted=tree,
+        ),
     ]
 
 
@@ -96,5 +101,6 @@ def _divided(segment: Segment, room: int) -> Iterator[Segment]:
     while start < count:
         wanted = max(0, stop - max(start, unwanted))
         tokens, positions = segment.tokens[start:stop], segment.positions[start:stop]
-        yield Segment(segment.slot, segment.prefix + start, tokens, positions, None, wanted)
+        prefix = segment.prefix + start
+        yield replace(segment, prefix=prefix, tokens=tokens, positions=positions, mask=None, wanted=wanted)
         start, stop = stop, min(stop + MOST_ROWS, count)

@@ -11,10 +11,11 @@ from torch.nn.functional import linear, silu
 
 from outrider.engine.device import sampling
 from outrider.engine.device.kernels import LayerForm
+from outrider.engine.device.low_rank import add_low_rank_by_address as add_low_rank
 from outrider.engine.device.page_table import PAGE_ROWS
 from outrider.engine.device.tree_attention import gathered_attention as attend
 
-__all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
+__all__ = ["add_low_rank", "attend", "choose", "gate", "head", "move", "norm", "rotate"]
 
 
 def norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, delta: Tensor | None = None) -> Tensor:

@@ -14,10 +14,11 @@ from torch.nn.functional import linear
 
 from outrider.engine.device import sampling
 from outrider.engine.device.kernels import LayerForm
+from outrider.engine.device.low_rank import add_low_rank
 from outrider.engine.device.page_table import PAGE_ROWS
 from outrider.engine.device.tree_attention import tree_attention as attend
 
-__all__ = ["attend", "choose", "gate", "head", "move", "norm", "rotate"]
+__all__ = ["add_low_rank", "attend", "choose", "gate", "head", "move", "norm", "rotate"]
 
 WIDE = 2048  # numbers from which on a program has eight warps
 UNITS = 1024  # of a program of `gate`

@@ -295,6 +295,20 @@ def test_a_rank_is_bounded(checkpoint: Path, tmp_path: Path) -> None:
         read_adapter(folder, config)
 
 
+def test_the_device_s_engine_gives_the_same_logits(checkpoint: Path, folders: list[Path]) -> None:
+    from outrider.engine.device import DeviceEngine
+
+    engine = load(checkpoint)
+    device = DeviceEngine.load(checkpoint, device="cpu", dtype="float32", slots=8, rows=100, adapters=3)
+    random = np.random.default_rng(9)
+    segments = [prompt(slot, random_tokens(engine, random, count)) for slot, count in enumerate((7, 30, 1, 12))]
+    ours, expected = (
+        it.forward([*map(adapted, segments, [None, *(it.load_adapter(folder)[0] for folder in folders)])])
+        for it in (device, engine)
+    )
+    assert np.abs(ours - expected).max() <= 2e-5 * max(1.0, float(expected.std()))
+
+
 def test_the_engine_on_torch_has_no_adapters(checkpoint: Path, folders: list[Path]) -> None:
     from outrider.engine.eager.engine import NativeEngine
 

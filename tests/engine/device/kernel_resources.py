@@ -16,6 +16,7 @@ import torch
 
 from outrider.engine.device.float8 import FINISHED, Float8Plan
 from outrider.engine.device.int4 import plan_of
+from outrider.engine.device.low_rank import AdapterPlan
 from outrider.engine.device.tree_attention import AttentionPlan
 from outrider.engine.eager.int4 import GROUP
 
@@ -35,7 +36,7 @@ class Resources(NamedTuple):
     """Of one thread, but for shared memory, which is a program's, in bytes."""
 
     kernel: str
-    plan: AttentionPlan | Float8Plan
+    plan: AttentionPlan | Float8Plan | AdapterPlan
     registers: int
     spilled: int  # bytes stored and loaded
     shared: int
@@ -87,6 +88,25 @@ def compiled_int4(plan: Float8Plan) -> Iterator[Resources]:
     yield _made(multiply4, plan, types | result, constants, ("rows",), plan.num_warps, plan.num_stages)
 
 
+def adapter_plans() -> list[tuple[AdapterPlan, torch.dtype]]:
+    """Return plans of which each needs other kernels, with their types."""
+    return [(AdapterPlan.of(rows, adapters=32, dtype=dtype), dtype) for dtype in DTYPES for rows in ROWS]
+
+
+def compiled_low_rank(plan: AdapterPlan, dtype: torch.dtype) -> Iterator[Resources]:
+    """Compile the kernels that a plan launches, for the inputs of Llama-3.1-8B."""
+    from outrider.engine.device.low_rank_kernels import expand, shrink
+
+    element = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    types = {"x": element, "result": element, "order": "*i32", "tiles": "*i64", "sums": "*fp32"}
+    unaligned = ("entry", "rows")
+    constants = plan.constants | {"BLOCK_K": plan.block_k}
+    yield _made(shrink, plan, types, constants, unaligned, plan.num_warps, plan.num_stages)
+    for inputs in (4096, 14336):
+        constants = plan.constants | {"BLOCK_N": plan.block_n, "SPLITS": plan.splits(inputs)}
+        yield _made(expand, plan, types, constants, unaligned, plan.num_warps, 1)
+
+
 def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps: int, stages: int) -> Resources:
     element = "*bf16" if plan.dtype == torch.bfloat16 else "*fp32"
     floats = ("accumulators", "peaks", "totals")
@@ -97,7 +117,7 @@ def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps
 
 def _made(
     kernel: Any,
-    plan: AttentionPlan | Float8Plan,
+    plan: AttentionPlan | Float8Plan | AdapterPlan,
     types: dict[str, str],
     constants: dict[str, Any],
     unaligned: Collection[str],
@@ -150,3 +170,6 @@ if __name__ == "__main__":
         float8 = Float8Plan.of(*shape)
         for it in (*compiled_float8(float8), *compiled_int4(plan_of(*shape))):
             print(f"{it.kernel} {it.plan} registers {it.registers} spilled {it.spilled} shared {it.shared}")
+    for adapters, dtype in adapter_plans():
+        for it in compiled_low_rank(adapters, dtype):
+            print(f"{it.kernel} {dtype} {it.plan} registers {it.registers} spilled {it.spilled} shared {it.shared}")

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.device import DeviceEngine, staging, torch_kernels
+from outrider.engine.device.adapter_memory import AdapterForm
+from outrider.engine.device.adapter_table import AdapterShape
 from outrider.engine.device.cuda_graphs import NoRecorder
 from outrider.engine.ranks.group import ALONE
 from tests.engine.small_checkpoints import make_checkpoint
@@ -109,8 +111,8 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
     def recorded(shape: str, rows: int) -> Refusing:
         folder = make_checkpoint(tmp_path / shape, shape)
         loaded = DeviceEngine.load(folder, device="cpu", dtype="bfloat16", slots=3, rows=200)
-        refusing = Refusing()
-        for module in ("input_buffers", "restrictions", "penalties"):
+        config, refusing = read_config(folder), Refusing()
+        for module in ("input_buffers", "restrictions", "penalties", "adapter_table"):
             monkeypatch.setattr(f"outrider.engine.device.{module}.Staging", FakeStaging)
         monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
         monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
@@ -118,7 +120,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
         monkeypatch.setattr(FakeTensor, "copy_", lambda it, by: torch.ops.aten.copy_(it, by), raising=False)
         with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
             engine = DeviceEngine(
-                read_config(folder),
+                config,
                 tree_map(
                     lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, loaded._weights
                 ),
@@ -130,8 +132,10 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 group=ALONE,
                 kernels=torch_kernels,
                 recorder=refusing,
+                adapters=AdapterShape(config, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
             )
-            engine._layers_for(rows)
+            for adapted in (False, True):
+                engine._layers_for(rows, adapted)
             for candidates in (0, 2, 64):
                 engine._choice.record(rows, candidates)
         return refusing
