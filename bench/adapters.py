@@ -86,12 +86,22 @@ def measure_passes(target: Path, folders: Sequence[Path], threads: int, rounds: 
     return found
 
 
-async def measure_loading(target: Path, adapters: Path, names: Sequence[str], threads: int, loads: int = LOADS) -> Gaps:
+async def measure_loading(
+    target: Path, adapters: Path, names: Sequence[str], threads: int, loads: int = LOADS, ranks: int = 1
+) -> Gaps:
     """Measure gaps between chunks of eight callers while adapters are loaded, and while none is."""
     config = ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, adapter_loaders=("*",)),
         verifier=[
-            VerifierConfig(model=target, name="target", threads=threads, slots=TEXTS, adapters=adapters, max_adapters=1)
+            VerifierConfig(
+                model=target,
+                name="target",
+                threads=threads,
+                tensor_parallel=ranks,
+                slots=TEXTS,
+                adapters=adapters,
+                max_adapters=1,
+            )
         ],
     )
     gaps = Gaps()
@@ -139,7 +149,8 @@ def last_line(passes: PassSeconds, gaps: Gaps) -> str:
 def main(
     parameters: Annotated[str, typer.Option(help="Size to pad the target to.")] = "150M",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the verifier.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the verifier, or of each of its ranks.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the verifier. Passes are measured on one.")] = 1,
     models: Annotated[Path, typer.Option(help="Folder that holds target/.")] = Path("models"),
 ) -> None:
     """Measure what adapters cost."""
@@ -152,7 +163,7 @@ def main(
                 folders = [make_adapter(Path(scratch) / f"a{seed}", config, rank, seed) for seed in range(ADAPTERS)]
                 passes = measure_passes(target, folders, threads)
                 names = [folder.name for folder in folders]
-                found.append((passes, await measure_loading(target, Path(scratch), names, threads)))
+                found.append((passes, await measure_loading(target, Path(scratch), names, threads, ranks=ranks)))
 
     with reported():
         run_until_signal(measure())

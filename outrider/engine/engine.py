@@ -104,7 +104,7 @@ class Engine(Traits, ABC):
         """Return an adapter for segments, and what was read. May be called while a pass runs, from any thread.
 
         The adapter is dropped with the last reference to it. Raises CheckpointError; ConfigError where the engine has
-        no adapters.
+        no adapters; Unavailable where other ranks cannot be reached.
         """
         raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the compiled kernels or a GPU")
 

@@ -1,10 +1,12 @@
-"""A tensor-parallel group on this machine: rank 0 here, the others in processes of their own."""
+"""A tensor-parallel group on this machine: rank 0 here, the others in processes of their own or in threads."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 
 from outrider.engine.batch import Segment
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine
@@ -137,3 +140,37 @@ def growth(folder: Path, of: int) -> list[int]:
 def _most_memory() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def meet(of: int, meeting: str, ranks: Sequence[int] | None = None, **settings: Any) -> list[Future[SocketGroup]]:
+    """Ranks of a group, each in a thread that meets the others."""
+    pool = ThreadPoolExecutor(of)
+    settings = {"timeout_s": 5.0, "rendezvous_s": 5.0, **settings}
+    wanted = range(of) if ranks is None else ranks
+    found = [pool.submit(SocketGroup, rank, of, meeting, **settings) for rank in wanted]
+    pool.shutdown(wait=False)
+    return found
+
+
+@contextmanager
+def leading(folder: Path, of: int, **loading: Any) -> Iterator[Engine]:
+    """A model shared by ranks that are threads of this process."""
+    settings: Any = {"dtype": "float32", "slots": 4, "threads": 1, **loading}
+    groups = [it.result() for it in meet(of, meeting_point())]
+
+    def follow_in_thread(group: SocketGroup) -> None:
+        follow(CpuEngine.load(folder, group=group, **settings), group)
+
+    others = [threading.Thread(target=follow_in_thread, args=(group,)) for group in groups[1:]]
+    for other in others:
+        other.start()
+    leader = lead(CpuEngine.load(folder, group=groups[0], **settings), groups[0])
+    try:
+        yield leader
+    finally:
+        leader.close()
+        for other in others:
+            other.join(10)
+        for group in groups:
+            group.close()
+        assert not any(other.is_alive() for other in others)

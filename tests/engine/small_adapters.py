@@ -55,8 +55,8 @@ def load_peft(checkpoint: Path, adapter: Path) -> Any:
 
 
 def adapted_logits(checkpoint: Path, adapter: Path, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The logits of a text by transformers and PEFT: [tokens, vocabulary]."""
+    """The logits of a text by transformers and PEFT, computed in float64: [tokens, vocabulary]."""
     with quiet(), torch.no_grad():
-        adapted = load_peft(checkpoint, adapter)
-        found: NDArray[np.float64] = adapted(torch.tensor([tokens.tolist()])).logits[0].double().numpy()
+        adapted = load_peft(checkpoint, adapter).double()
+        found: NDArray[np.float64] = adapted(torch.tensor([tokens.tolist()])).logits[0].numpy()
     return found

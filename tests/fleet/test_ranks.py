@@ -28,7 +28,18 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.server import NOT_SERVING, SERVING
 from outrider.v1.types_pb2 import DescribeRequest
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, end_node, free_port, generate_all, start_node
+from tests.engine.small_adapters import make_adapter
+from tests.fleet.conftest import (
+    ASKED,
+    DRAFTER,
+    TARGET,
+    assert_same,
+    config,
+    end_node,
+    free_port,
+    generate_all,
+    start_node,
+)
 
 NOTHING = TARGET.parent / "nothing"
 
@@ -84,6 +95,42 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
     async with asyncio.timeout(10):  # Ray's processes end behind those that they serve
         while any(os.path.exists(f"/proc/{pid}") for pid in again):  # noqa: ASYNC240
             await asyncio.sleep(0.05)
+
+
+async def test_two_ranks_serve_an_adapter_as_one_does(tmp_path: Path) -> None:
+    """The same texts with an adapter and without one, drafted for, as those of plain decoding on one rank."""
+    make_adapter(TARGET, tmp_path / "sql", deviation=0.1)
+
+    async def texts(ranks: int, drafters: int) -> list[outrider.Generation]:
+        wanted = config(ranks=ranks, drafters=drafters, adapters=tmp_path)
+        router = wanted.router.model_copy(update={"adapter_loaders": ("*",)})
+        async with (
+            LocalCluster(wanted.model_copy(update={"router": router})) as cluster,
+            outrider.AsyncClient(cluster.router_address) as client,
+        ):
+            loaded = await client.load_adapter("sql", "sql")
+            assert (loaded.name, loaded.rank) == ("sql", 4)
+            speculation = "fixed" if drafters else "off"
+            return await asyncio.gather(
+                *(
+                    client.generate(
+                        prompt,
+                        model=model,
+                        max_tokens=48,
+                        temperature=temperature,
+                        seed=seed,
+                        ignore_eos=True,
+                        speculation=speculation,
+                        timeout=60,
+                    )
+                    for prompt, temperature, seed in ASKED
+                    for model in ("sql", "target")
+                )
+            )
+
+    expected = await texts(ranks=1, drafters=0)
+    assert all(with_it.text != without.text for with_it, without in zip(expected[::2], expected[1::2], strict=True))
+    assert_same(await texts(ranks=2, drafters=1), expected)
 
 
 async def test_the_modules_of_every_role_have_what_its_ranks_call() -> None:

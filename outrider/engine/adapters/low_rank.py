@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_json
 from outrider.errors import CheckpointError
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+FILES = CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 512
 QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 MODULES = {name: block for block, names in (("self_attn", QKV + OUTPUT), ("mlp", GATE_UP + DOWN)) for name in names}
@@ -166,13 +166,34 @@ def _floats(stored: NDArray[Any]) -> NDArray[np.float32]:
     return stored.astype(np.float32)
 
 
+def read_files(folder: Path, digest: str) -> list[bytes]:
+    """Return the contents of an adapter's FILES. Raises CheckpointError where they are not those with that digest."""
+    found, contents = blake2b(digest_size=16), []
+    for blocks in _blocks(folder):
+        contents.append(b"".join(blocks))
+        found.update(contents[-1])
+    if found.hexdigest() != digest:
+        raise CheckpointError(f"{folder}: its files have changed while they were read; load the adapter again")
+    return contents
+
+
 def _digest(folder: Path) -> str:
     digest = blake2b(digest_size=16)
-    for name in (CONFIG, TENSORS):
-        try:
-            with (folder / name).open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: {error.strerror}") from None
+    for blocks in _blocks(folder):
+        for block in blocks:
+            digest.update(block)
     return digest.hexdigest()
+
+
+def _blocks(folder: Path) -> Iterator[Iterator[bytes]]:
+    """Yield the blocks of each of an adapter's files. Raises CheckpointError."""
+
+    def read(path: Path) -> Iterator[bytes]:
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    yield block
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+
+    return (read(folder / name) for name in FILES)

@@ -31,7 +31,7 @@ from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import BestTokens, Logits
 from outrider.engine.ranks.group import ALONE, SingleRank
 from outrider.engine.ranks.socket_group import SocketGroup
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,11 +205,10 @@ class CpuEngine(Engine):
             self._hidden = hidden
 
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        if self._group.shard.of > 1:
-            raise ConfigError("adapters: a model that several ranks share has none yet; serve it on one rank")
         adapter = read_adapter(folder, self._complete)
+        part = self._group.shard.adapter(adapter, self._complete)
         dtype = "float32" if self.dtype == "float32" else "bfloat16"
-        return pack_adapter(adapter, self._config, self._kept, dtype), adapter
+        return pack_adapter(part, self._config, self._kept, dtype), adapter
 
     def hidden(self) -> Tensor:
         import torch  # only callers that use features need torch

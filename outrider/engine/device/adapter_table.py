@@ -29,6 +29,7 @@ from outrider.engine.device.low_rank import (
 )
 from outrider.engine.device.packing import ROWS
 from outrider.engine.device.staging import INTEGER, SMALL, Field, Staging, placed
+from outrider.engine.ranks.sharding import Shard
 from outrider.errors import ConfigError
 
 RESERVED_RANK = 16  # of all modules: memory for so large an adapter is kept free for each that the engine may hold
@@ -39,6 +40,7 @@ class AdapterShape:
     """What an engine's adapters are like."""
 
     config: ModelConfig  # of the complete model
+    shard: Shard  # of which the engine computes
     kept: Sequence[int]  # its layers
     form: AdapterForm
     most: int  # adapters that are held, for which memory is reserved
@@ -104,9 +106,10 @@ class AdapterTable:
 
     def load(self, folder: Path) -> tuple[DeviceAdapter, LowRankAdapter]:
         """Read an adapter and copy it to the device. Raises CheckpointError; ConfigError where memory is full."""
-        read = read_adapter(folder, self._shape.config)
+        shape = self._shape
+        read = read_adapter(folder, shape.config)
         try:
-            return place_adapter(read, self._shape.kept, self._shape.form), read
+            return place_adapter(shape.shard.adapter(read, shape.config), shape.kept, shape.form), read
         except torch.OutOfMemoryError:
             raise ConfigError(
                 f"adapters: {self._shape.form.device} has too little memory for {folder}, of rank {read.rank}, beside "

@@ -247,9 +247,9 @@ class DeviceEngine(Engine):
         with torch.inference_mode(), _fitting(torch_device):
             weights = load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype))
             shape = None
-            if adapters and group.shard.of == 1:
+            if adapters:
                 form = AdapterForm.of(part, weights.head.dtype, torch_device)
-                shape = AdapterShape(config, kept, form, adapters)
+                shape = AdapterShape(config, group.shard, kept, form, adapters)
             reserved = 0 if shape is None else shape.reserved
             return cls(
                 part,
@@ -274,8 +274,6 @@ class DeviceEngine(Engine):
         return logits
 
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        if self._group.shard.of > 1:
-            raise ConfigError("adapters: a model that several ranks share has none yet; serve it on one rank")
         if self._adapters is None:
             raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
         return self._adapters.load(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
+from outrider.engine.adapters.low_rank import LowRankAdapter, read_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.eager.adapter import PassAdapters, check_adapter, pack_adapter
 from outrider.engine.eager.attention import FastAttention, attend_runs
 from outrider.engine.eager.kv_cache import KVCache
 from outrider.engine.eager.model import EagerLayer, EagerModel, load_model
@@ -24,7 +27,7 @@ from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits, check_sizes
 from outrider.engine.features import Features
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.ranks.group import ALONE, TensorGroup
-from outrider.engine.threads import TorchThreads
+from outrider.engine.threads import TorchThreads, run_in_short_lived_thread
 
 
 class NativeEngine(Engine):
@@ -48,8 +51,12 @@ class NativeEngine(Engine):
         threads: int,
         group: TensorGroup,
         features: Features | None = None,
+        kept: Sequence[int],
+        complete: ModelConfig,
     ) -> None:
-        """`config`: the shape of this rank's part."""
+        """`config`: the shape of this rank's part; `kept`: the layers of the checkpoint that it has; `complete`: the
+        checkpoint's own shape.
+        """
         self._attention = FastAttention(config.heads, config.kv_heads)
         self._cache = KVCache(config.layers, slots, config.kv_heads, rows, config.head_dim)
         super().__init__(
@@ -75,6 +82,8 @@ class NativeEngine(Engine):
         self._model = model
         self._group = group
         self._dtype = dtype
+        self._kept = kept
+        self._complete = complete
         self._rope = complex_rotations(config.rope, self.positions, config.head_dim)
         self._threads = TorchThreads(threads)
 
@@ -131,10 +140,15 @@ class NativeEngine(Engine):
                 threads=torch.get_num_threads(),
                 group=group,
                 features=features,
+                kept=kept,
+                complete=config,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self.check_segments(segments)
+        for segment in segments:
+            if segment.adapter is not None:
+                check_adapter(segment.adapter, self._config, self._dtype)
         self._threads.prepare()
         with torch.inference_mode():
             packed = pack(segments)
@@ -147,6 +161,12 @@ class NativeEngine(Engine):
             if self.unpadded_vocabulary < self.vocabulary:
                 logits[:, self.unpadded_vocabulary :] = -torch.inf
             return logits.numpy()[: packed.outputs_used, : self.vocabulary]
+
+    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        adapter = read_adapter(folder, self._complete)
+        part = self._group.shard.adapter(adapter, self._complete)
+        pack_part = partial(pack_adapter, part, self._config, self._kept, self._dtype)
+        return run_in_short_lived_thread(pack_part), adapter
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
@@ -173,10 +193,11 @@ class NativeEngine(Engine):
         write = self._cache.writer(packed.written)
         wanted = self.features
         all_rows = wanted is not None and wanted.needs_last_layer
+        adapters = PassAdapters(segments, packed)
         taken: dict[int, Tensor] = {}  # outputs of layers, of all packed rows
         last = len(self._model.layers) - 1
         for index, layer in enumerate(self._model.layers):
-            new = layer.qkv(layer.attention_norm(hidden)).float()
+            new = adapters.apply(layer.qkv, index, "qkv", layer.attention_norm(hidden)).float()
             query, key_value = self._rotate(layer, new, rotations)
             write(index, key_value[: packed.used])
             if index == last and not packed.outputs_used and not all_rows:
@@ -185,10 +206,11 @@ class NativeEngine(Engine):
             if index == last and packed.outputs is not None and not all_rows:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
-            hidden.add_(self._group.all_reduce(layer.output(attended)))
-            gate_up = layer.gate_up(layer.ffn_norm(hidden))
+                adapters.keep_outputs()
+            hidden.add_(self._group.all_reduce(adapters.apply(layer.output, index, "output", attended)))
+            gate_up = adapters.apply(layer.gate_up, index, "gate_up", layer.ffn_norm(hidden))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
-            hidden.add_(self._group.all_reduce(layer.down(silu(gate).mul_(up))))
+            hidden.add_(self._group.all_reduce(adapters.apply(layer.down, index, "down", silu(gate).mul_(up))))
             if wanted is not None and index + 1 in wanted.layers:
                 taken[index + 1] = hidden.clone()
         normed = self._model.norm(hidden)

@@ -151,17 +151,19 @@ class WeightReader:
 
     def _group_first(self, rows: Tensor) -> Tensor:
         """Return rows in the order (group, kv head, dim), from (kv head, group, dim), where that is wanted."""
-        if not self._reorders_heads:
-            return rows
-        part = self._part
-        shaped = rows.reshape(part.kv_heads, part.group, part.head_dim, *rows.shape[1:])
-        return shaped.transpose(0, 1).reshape(rows.shape)
+        return group_first(rows, self._part) if self._reorders_heads else rows
 
 
 def _joined(*linears: _Linear) -> _Linear:
     """Join several linears over the same inputs to one."""
     biases = [bias for _, bias in linears if bias is not None]
     return torch.cat([weight for weight, _ in linears]), torch.cat(biases) if biases else None
+
+
+def group_first(rows: Tensor, config: ModelConfig) -> Tensor:
+    """Return rows of query heads in the order (group, kv head, dim), from (kv head, group, dim)."""
+    shaped = rows.reshape(config.kv_heads, config.group, config.head_dim, *rows.shape[1:])
+    return shaped.transpose(0, 1).reshape(rows.shape)
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""The message with which rank 0 sends a pass to the other ranks: changes of the KV, then the segments."""
+"""The message with which rank 0 sends a pass to the other ranks: changes of KV and adapters, then the segments.
+
+A message without segments is a sign of life.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from numpy.typing import NDArray
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 
-_MOVE, _COPY, _RELEASE, _SEGMENT = range(4)
-_CHAIN, _ALL = -1, -1  # no mask; logits of all rows
+_MOVE, _COPY, _RELEASE, _PIECE, _DROP, _SEGMENT = range(6)
+_CHAIN, _ALL, _NONE = -1, -1, -1  # no mask; logits of all rows; no adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,33 @@ class ReleaseRows:
         engine.release(self.slot, self.rows)
 
 
-Change = MoveRows | CopyRows | ReleaseRows
+@dataclass(frozen=True, slots=True)
+class AdapterPiece:
+    """A part of an adapter's files, which are sent one after another, in order."""
+
+    number: int  # of the adapter
+    file: int  # index of its file in `FILES`
+    content: NDArray[np.uint8]  # [n] bytes
+    last: bool  # whether the adapter is complete with it
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """The end of an adapter. No later message uses its number."""
+
+    number: int
+
+
+KvChange = MoveRows | CopyRows | ReleaseRows
+AdapterChange = AdapterPiece | DropAdapter
+Change = KvChange | AdapterChange
 
 
 def encode(changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """Return the message. Numbers are 64 bits each, the entries of a mask one bit each."""
+    """Return the message. Numbers are 64 bits each, the entries of a mask one bit each.
+
+    The segments' adapters are given by their numbers.
+    """
     parts: list[NDArray[np.int64]] = []
     for change in changes:
         match change:
@@ -67,17 +92,23 @@ def encode(changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np
                 parts.append(np.array([_COPY, source, target, rows]))
             case ReleaseRows(slot, rows):
                 parts.append(np.array([_RELEASE, slot, rows]))
+            case AdapterPiece(number, file, content, last):
+                parts += [np.array([_PIECE, number, file, last, len(content)]), _as_numbers(content)]
+            case DropAdapter(number):
+                parts.append(np.array([_DROP, number]))
     for it in segments:
         span, wanted = _CHAIN if it.mask is None else it.span, _ALL if it.wanted is None else it.wanted
-        parts += [np.array([_SEGMENT, it.slot, it.prefix, len(it.tokens), span, wanted]), it.tokens, it.positions]
+        adapter = _NONE if it.adapter is None else it.adapter
+        assert isinstance(adapter, int)
+        sizes = [_SEGMENT, it.slot, it.prefix, len(it.tokens), span, wanted, adapter]
+        parts += [np.array(sizes), it.tokens, it.positions]
         if it.mask is not None:
-            bits = np.packbits(it.mask)
-            parts.append(np.pad(bits, (0, -len(bits) % 8)).view(np.int64))
-    return np.concatenate(parts).astype(np.int64).view(np.uint8) if parts else np.empty(0, np.uint8)
+            parts.append(_as_numbers(np.packbits(it.mask)))
+    return np.concatenate(parts).astype(np.int64, copy=False).view(np.uint8) if parts else np.empty(0, np.uint8)
 
 
 def decode(message: NDArray[np.uint8]) -> tuple[list[Change], list[Segment]]:
-    """Return the changes and the segments of a message."""
+    """Return the changes and the segments of a message; the segments' adapters are their numbers."""
     changes: list[Change] = []
     segments: list[Segment] = []
     reader = _Reader(message.view(np.int64))
@@ -90,19 +121,30 @@ def decode(message: NDArray[np.uint8]) -> tuple[list[Change], list[Segment]]:
                 changes.append(CopyRows(reader.number(), reader.number(), reader.number()))
             case 2:
                 changes.append(ReleaseRows(reader.number(), reader.number()))
+            case 3:
+                number, file, last, size = (reader.number() for _ in range(4))
+                changes.append(AdapterPiece(number, file, reader.take(-(-size // 8)).view(np.uint8)[:size], bool(last)))
+            case 4:
+                changes.append(DropAdapter(reader.number()))
             case _:
                 segments.append(_segment(reader))
     return changes, segments
 
 
 def _segment(reader: _Reader) -> Segment:
-    slot, prefix, count, span, wanted = (reader.number() for _ in range(5))
+    slot, prefix, count, span, wanted, adapter = (reader.number() for _ in range(6))
     tokens, positions = reader.take(count), reader.take(count)
     mask = None
     if span != _CHAIN:
         bits = reader.take(-(-count * span // 64)).view(np.uint8)
         mask = np.unpackbits(bits, count=count * span).astype(np.bool_).reshape(count, span)
-    return Segment(slot, prefix, tokens, positions, mask, None if wanted == _ALL else wanted)
+    outputs = None if wanted == _ALL else wanted
+    return Segment(slot, prefix, tokens, positions, mask, outputs, None if adapter == _NONE else adapter)
+
+
+def _as_numbers(content: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return bytes as numbers of 64 bits, the last one filled up with zeros."""
+    return np.pad(content, (0, -len(content) % 8)).view(np.int64)
 
 
 class _Reader:

@@ -2,13 +2,17 @@
 
 Attention is split by heads and the feed-forward by units: the first projection by its outputs, the second by its
 inputs, so that a layer needs two sums over the ranks. The embedding is split by channels and the head by tokens; the
-parts of both are joined.
+parts of both are joined. A low-rank adapter B A is split as the weight that it changes: B by the weight's outputs, or A
+by its inputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from outrider.engine.adapters.low_rank import GATE_UP, LowRankAdapter, LowRankUpdate
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.errors import ConfigError
 
@@ -58,6 +62,25 @@ class Shard:
             kv_heads=kv_heads.stop - kv_heads.start,
             ffn=config.ffn // self.of,
         )
+
+    def adapter(self, adapter: LowRankAdapter, config: ModelConfig) -> LowRankAdapter:
+        """Return what an adapter adds to its part. `config`: that of the complete model."""
+        if self.of == 1:
+            return adapter
+        layers = {
+            layer: {module: self._update(update, module, config) for module, update in updates.items()}
+            for layer, updates in adapter.layers.items()
+        }
+        return replace(adapter, layers=layers)
+
+    def _update(self, update: LowRankUpdate, module: str, config: ModelConfig) -> LowRankUpdate:
+        queries, units, heads = self.part(config.heads, config.head_dim), self.part(config.ffn), self.kv_heads(config)
+        if module in ("o_proj", "down_proj"):
+            inputs = queries if module == "o_proj" else units
+            return update._replace(a=np.ascontiguousarray(update.a[:, inputs]))
+        keys = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        outputs = queries if module == "q_proj" else units if module in GATE_UP else keys
+        return update._replace(b=update.b[outputs])
 
 
 def degrees(config: ModelConfig) -> list[int]:

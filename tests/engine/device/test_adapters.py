@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -34,8 +33,7 @@ from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine
 from outrider.engine.masks import tree_mask
-from outrider.engine.ranks.group import ALONE, TensorGroup
-from outrider.engine.ranks.sharding import Shard
+from outrider.engine.ranks.group import ALONE
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.device.taped import DEVICE, taped
 from tests.engine.small_checkpoints import SHAPES, Tree, make_checkpoint, prompt, random_tokens
@@ -294,13 +292,6 @@ def test_an_engine_without_adapters_has_no_buffers_for_them_and_refuses_to_load_
     with pytest.raises(ValueError, match="adapter"):
         engine.forward([adapted(prompt(0, np.arange(3)), changed)])
     assert engine._adapters is None
-
-
-def test_ranks_refuse_adapters_by_name(checkpoint: Path, folders: list[Path]) -> None:
-    engine = on_device(checkpoint)
-    engine._group = cast(TensorGroup, SimpleNamespace(shard=Shard(0, 2)))
-    with pytest.raises(ConfigError, match="several ranks"):
-        engine.load_adapter(folders[0])
 
 
 def test_an_adapter_of_another_model_is_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,28 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.device import DeviceEngine
 from outrider.engine.eager.engine import NativeEngine
 from tests.engine.ranked import LOADING, ranked
+from tests.engine.small_adapters import make_adapter
 from tests.engine.small_checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
 
 SHAPES = ("grouped", "one-kv-head-llama3", "untied-wide-heads", "biased", "qwen3")
 FFN = 96
+
+
+def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "grouped", FFN)
+    adapter = make_adapter(folder, tmp_path / "adapter")
+    with ranked(2, folder, by="torch", device="cpu", adapters=1) as ranks, ranks.lead(folder) as leader:
+        alone = NativeEngine.load(folder, **LOADING)
+        random = np.random.default_rng(2)
+        chain = prompt(1, random_tokens(alone, random, 40))
+        tree = Tree.random(alone, random, 9).segment(1, 40)
+        ours, theirs = leader.load_adapter(adapter)[0], alone.load_adapter(adapter)[0]
+        plain = alone.forward([chain])
+        for segment in (chain, tree):
+            found = leader.forward([replace(segment, adapter=ours)])
+            assert_same(found, alone.forward([replace(segment, adapter=theirs)]))
+        assert np.abs(leader.forward([replace(chain, adapter=ours)]) - plain).max() > 0.1
+        assert_same(leader.forward([chain]), plain)
 
 
 def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,15 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.group import RankLost
-from outrider.engine.ranks.rank_messages import CopyRows, MoveRows, ReleaseRows, decode, encode
+from outrider.engine.ranks.rank_messages import (
+    AdapterPiece,
+    CopyRows,
+    DropAdapter,
+    MoveRows,
+    ReleaseRows,
+    decode,
+    encode,
+)
 from outrider.engine.ranks.sharding import Shard, degrees
 from outrider.errors import ConfigError
 from tests.engine.ranked import LOADING, Connected, growth, ranked
@@ -133,10 +142,15 @@ def test_plans_survive_the_message() -> None:
     random = np.random.default_rng(3)
     moves = MoveRows(3, random.integers(0, 50, 9), random.integers(0, 50, 9)), CopyRows(1, 2, 30), ReleaseRows(4, 17)
     masked = Segment(1, 5, random.integers(0, 9, 7), random.integers(0, 9, 7), random.random((7, 11)) < 0.5, 3)
-    changes, segments = decode(encode(moves, [masked, prompt(2, np.array([4, 5]))]))
-    assert str(changes) == str(list(moves))
-    assert str(segments) == str([masked, prompt(2, np.array([4, 5]))])
+    content = random.integers(0, 256, 13).astype(np.uint8)
+    of_adapters = AdapterPiece(7, 1, content, True), DropAdapter(3), AdapterPiece(8, 0, content[:0], False)
+    adapted = replace(prompt(2, np.array([4, 5])), adapter=7)
+    changes, segments = decode(encode([*moves, *of_adapters], [masked, adapted, prompt(3, np.array([6]))]))
+    assert str(changes) == str([*moves, *of_adapters])
+    assert str(segments) == str([masked, adapted, prompt(3, np.array([6]))])
     assert decode(encode((), ())) == ([], [])
+    changes, segments = decode(encode(of_adapters, ()))
+    assert (str(changes), segments) == (str([*of_adapters]), [])
 
 
 def _target() -> ModelConfig:

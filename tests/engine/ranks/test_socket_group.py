@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,49 +13,12 @@ import pytest
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.engine import Engine
 from outrider.engine.features import Features
 from outrider.engine.ranks.group import RankLost
-from outrider.engine.ranks.leader import follow, lead
-from outrider.engine.ranks.socket_group import SocketGroup
-from tests.engine.ranked import meeting_point
+from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
 
 FFN = 96  # that four ranks can share
-
-
-def meet(of: int, meeting: str, ranks: Sequence[int] | None = None, **settings: Any) -> list[Future[SocketGroup]]:
-    """Ranks of a group, each in a thread that meets the others."""
-    pool = ThreadPoolExecutor(of)
-    settings = {"timeout_s": 5.0, "rendezvous_s": 5.0, **settings}
-    wanted = range(of) if ranks is None else ranks
-    found = [pool.submit(SocketGroup, rank, of, meeting, **settings) for rank in wanted]
-    pool.shutdown(wait=False)
-    return found
-
-
-@contextmanager
-def leading(folder: Path, of: int, **loading: Any) -> Iterator[Engine]:
-    """A model shared by ranks that are threads of this process."""
-    settings: Any = {"dtype": "float32", "slots": 4, "threads": 1, **loading}
-    groups = [it.result() for it in meet(of, meeting_point())]
-
-    def follow_along(group: SocketGroup) -> None:
-        follow(CpuEngine.load(folder, group=group, **settings), group)
-
-    others = [threading.Thread(target=follow_along, args=(group,)) for group in groups[1:]]
-    for other in others:
-        other.start()
-    leader = lead(CpuEngine.load(folder, group=groups[0], **settings), groups[0])
-    try:
-        yield leader
-    finally:
-        leader.close()
-        for other in others:
-            other.join(10)
-        for group in groups:
-            group.close()
-        assert not any(other.is_alive() for other in others)
 
 
 @pytest.mark.parametrize("of", [2, 3, 5])

@@ -13,6 +13,7 @@ namespace outrider {
 enum class Part { qkv, output, gate_up, down };  // the linears of a layer
 constexpr int PARTS = 4;
 constexpr int JOINED = 3;  // weights that a linear joins at most
+constexpr int MOST_RANK = 512;  // of an adapter; a rank's part of a linear may have fewer inputs
 
 // What an adapter adds to one linear.
 struct LowRank {

@@ -224,7 +224,7 @@ PyObject* set_part(PyObject* object, PyObject* args) {
       if (given[i] == Py_None || expanding[i] == Py_None || !it.outputs(part, i)) throw std::invalid_argument("a weight is missing");
       held.push_back(std::make_unique<Buffer>(given[i], false));
       const int64_t ranks = held.back()->array().rows;
-      if (ranks < 1 || ranks > it.inputs(part)) throw std::invalid_argument("an adapter has more ranks than the linear has inputs");
+      if (ranks < 1 || ranks > MOST_RANK) throw std::invalid_argument("an adapter has no ranks, or more ranks than 512");
       a[i] = taken(held, given[i], ranks, it.inputs(part));
       b[i] = taken(held, expanding[i], it.outputs(part, i), ranks);
     }
