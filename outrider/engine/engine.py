@@ -106,7 +106,7 @@ class Engine(Traits, ABC):
         The adapter is dropped with the last reference to it. Raises CheckpointError; ConfigError where the engine has
         no adapters; Unavailable where other ranks cannot be reached.
         """
-        raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the compiled kernels or a GPU")
+        raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the native backend")
 
     def hidden(self) -> Tensor:
         """Return the features of the last pass, valid until the next one: [rows, width * parts] float32.

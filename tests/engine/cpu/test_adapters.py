@@ -312,5 +312,5 @@ def test_the_device_s_engine_gives_the_same_logits(checkpoint: Path, folders: li
 
 def test_models_that_transformers_computes_have_no_adapters(checkpoint: Path, folders: list[Path]) -> None:
     engine = load_engine(checkpoint, backend="transformers", dtype="float32", slots=1, rows=64, threads=1)
-    with pytest.raises(ConfigError, match=r"adapters: .* has none; use the native backend on a CPU"):
+    with pytest.raises(ConfigError, match=r"adapters: .* has none; use the native backend"):
         engine.load_adapter(folders[0])

@@ -12,6 +12,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.device import DeviceEngine
 from outrider.engine.eager.engine import NativeEngine
 from tests.engine.ranked import LOADING, ranked
+from tests.engine.ranks.test_adapters import load
 from tests.engine.small_adapters import make_adapter
 from tests.engine.small_checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
 
@@ -27,7 +28,7 @@ def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
         random = np.random.default_rng(2)
         chain = prompt(1, random_tokens(alone, random, 40))
         tree = Tree.random(alone, random, 9).segment(1, 40)
-        ours, theirs = leader.load_adapter(adapter)[0], alone.load_adapter(adapter)[0]
+        ours, theirs = load(leader, adapter), alone.load_adapter(adapter)[0]
         plain = alone.forward([chain])
         for segment in (chain, tree):
             found = leader.forward([replace(segment, adapter=ours)])
