@@ -32,7 +32,8 @@ def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
         plain = alone.forward([chain])
         for segment in (chain, tree):
             found = leader.forward([replace(segment, adapter=ours)])
-            assert_same(found, alone.forward([replace(segment, adapter=theirs)]))
+            expected = alone.forward([replace(segment, adapter=theirs)])
+            assert np.abs(found - expected).max() <= 2e-5 * max(1.0, float(expected.std()))
         assert np.abs(leader.forward([replace(chain, adapter=ours)]) - plain).max() > 0.1
         assert_same(leader.forward([chain]), plain)
 
