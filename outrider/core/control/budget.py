@@ -5,6 +5,7 @@ Sources: TurboSpec (arXiv 2406.14066); TETRIS (arXiv 2502.15197) for the choice 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 
 OVERHEAD_S = 0.0015  # seconds of a step outside the forward pass and the waits, before they are measured
 NEARBY, EVERYWHERE = 0.06, 0.04  # weight of one observation, at its neighbouring points and at all others
+FADING = 0.001  # part of a point's own factor that goes over to the whole curve's with each observation there
 OVERHEAD_MEMORY = 0.99  # weight of the past in the time outside the pass, at each step
 MOST_SESSIONS = 32  # up to which the time outside the pass is assumed to be the same at first
 SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged, because the cost rises in steps
@@ -25,7 +27,9 @@ class CostModel:
     def __init__(self, sweep: Sequence[tuple[int, float]]) -> None:
         """`sweep` holds measured pairs of (tokens, seconds), at least one."""
         self._tokens = [tokens for tokens, _ in sorted(sweep)]
-        self._measured = [seconds for _, seconds in sorted(sweep)]
+        self._sweep = [seconds for _, seconds in sorted(sweep)]
+        self._scale = 0.0  # logarithm of what all points have changed by since the sweep
+        self._own = [0.0] * len(sweep)  # of what each has changed by beyond that
         self._larger = 1.0  # slope above the largest measured size, over the slope just below it
         self._overhead = _Line(OVERHEAD_S, MOST_SESSIONS)
         self._fit()
@@ -54,14 +58,17 @@ class CostModel:
         """Record that a pass over `tokens` took `seconds`. An outlier counts as at most twice the expected duration.
 
         The whole curve follows, because a slower machine is slower at every size; the neighbouring points follow more.
+        Their lead fades, so that sizes which no pass has for hours keep their relation to the others: noise alone would
+        carry them away.
         """
         error = min(2.0, seconds / self.seconds(tokens)) - 1
         if tokens > self._tokens[-1]:
-            self._larger *= 1 + error * NEARBY
+            self._larger *= math.exp(error * NEARBY)
             return
         above = bisect_left(self._tokens, tokens)
-        for index in range(len(self._measured)):
-            self._measured[index] *= 1 + error * (NEARBY if above - 1 <= index <= above else EVERYWHERE)
+        self._scale += error * EVERYWHERE
+        for index in range(max(0, above - 1), above + 1):
+            self._own[index] += error * (NEARBY - EVERYWHERE) - FADING * self._own[index]
         self._fit()
 
     def points(self) -> list[tuple[int, float]]:
@@ -69,7 +76,8 @@ class CostModel:
         return list(zip(self._tokens, map(float, self._fitted), strict=True))
 
     def _fit(self) -> None:
-        self._fitted = np.maximum.accumulate(self._measured)
+        changed = [own + self._scale for own in self._own]
+        self._fitted = np.maximum.accumulate(self._sweep * np.exp(changed))
         # Every number of tokens that a step may ask for: a step asks some hundred times.
         self._table: list[float] = np.interp(range(self._tokens[-1] + 1), self._tokens, self._fitted).tolist()
         span = min(SLOPE_SPAN, self._tokens[-1] - 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from outrider.core.control.budget import OVERHEAD_S, CostModel
@@ -14,6 +17,33 @@ def test_a_pass_that_is_larger_than_all_that_were_measured_goes_on_with_the_last
     assert cost.seconds(64) == pytest.approx(0.067)
     assert cost.seconds(128) == pytest.approx(0.131)
     assert CostModel([(1, 0.01), (64, 0.01)]).seconds(128) > 0.01  # never free
+
+
+@pytest.mark.parametrize("deviation", [0.1, 0.7])
+def test_noise_of_the_sizes_that_passes_have_does_not_carry_the_others_away(deviation: float) -> None:
+    """Half an hour of plain decoding with one session and two."""
+    cost, chance = CostModel(SWEEP), random.Random(2)
+    true = [CostModel(SWEEP).seconds(tokens) for tokens in (1, 2)]
+    noise = [math.exp(chance.gauss(0.0, deviation)) for _ in range(30_000)]
+    level = sum(min(2.0, it) for it in noise) / len(noise)  # about what an outlier counts as
+    for step, factor in enumerate(noise):
+        cost.observe(1 + step % 2, true[step % 2] * factor)
+    assert cost.seconds(64) == pytest.approx(0.067 * level, rel=0.35)
+
+
+def test_what_the_sweep_had_wrong_about_a_rare_size_is_learned_and_kept() -> None:
+    cost = CostModel(SWEEP)
+    for step in range(20_000):
+        cost.observe(*((64, 0.1) if step % 100 == 0 else (1, 0.01)))
+    assert cost.seconds(64) == pytest.approx(0.1, rel=0.05)
+    assert cost.seconds(1) == pytest.approx(0.01, rel=0.02)
+
+
+def test_a_slower_machine_is_slower_at_every_size() -> None:
+    cost = CostModel(SWEEP)
+    for _ in range(10_000):
+        cost.observe(1, 0.02)
+    assert [seconds for _, seconds in cost.points()] == pytest.approx([0.02, 0.022, 0.134], rel=0.05)
 
 
 def test_larger_passes_are_learned_from_and_leave_the_others_alone() -> None:
