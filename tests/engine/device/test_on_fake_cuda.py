@@ -132,7 +132,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 group=ALONE,
                 kernels=torch_kernels,
                 recorder=refusing,
-                adapters=AdapterShape(config, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
+                adapters=AdapterShape(config, ALONE.shard, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
             )
             for adapted in (False, True):
                 engine._layers_for(rows, adapted)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.core.session.contract import Contract
-from outrider.core.tools.answer_reader import ModelForm
 from router.api.servicer import _send
 from router.scheduling.fair_turns import LoopTurns
 from router.sessions.response import ResponsePart
@@ -43,7 +42,7 @@ class Turns(LoopTurns):
 def sending(turns: LoopTurns, client: Client, part: ResponsePart) -> asyncio.Task[None]:
     opened: Any = SimpleNamespace(
         turn=SimpleNamespace(contract=Contract(seed=1, max_tokens=9)),
-        model=SimpleNamespace(token_text=lambda token: b"x", form=ModelForm()),
+        model=SimpleNamespace(token_text=lambda token: b"x"),
         record=SimpleNamespace(tenant="one"),
     )
     context: Any = client

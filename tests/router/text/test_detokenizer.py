@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.core.session.contract import Contract
+from outrider.core.tools.answer_reader import PLAIN_FORM
 from outrider.store.records import SessionTurn
 from router.reporting.usage_stats import UsageStats
 from router.scheduling.fair_turns import LoopTurns
@@ -145,8 +146,17 @@ def test_a_leading_space_survives_where_the_answer_continues_the_prompt(prompt: 
     assert pieces == [" world", "", "", "", "🙂", "", " world"]
 
 
+def test_marks_that_are_special_tokens_have_text() -> None:
+    tokenizer = _sentencepiece_like()
+    mark = tokenizer.token_to_id("<s>")
+    for shown, text in (((), "Hello"), ((mark,), "<s> Hello")):
+        detokenizer = Detokenizer(tokenizer, shown=shown)
+        found = "".join(map(detokenizer.feed, (mark, tokenizer.token_to_id("\u2581Hello")))) + detokenizer.flush()
+        assert found.strip() == text
+
+
 async def test_an_answer_that_is_resumed_has_the_text_it_had() -> None:
-    model: Any = SimpleNamespace(tokenizer=_sentencepiece_like())
+    model: Any = SimpleNamespace(tokenizer=_sentencepiece_like(), marks=(), form_behind=lambda prompt: PLAIN_FORM)
     answer = answer_of(model, (1, 2), SessionTurn(Contract(seed=1, max_tokens=9), (), 2, None), UsageStats())
     parts = await answer.replay((3, 2, 3), b"", LoopTurns(), "one")
     assert "".join(part.text for part in parts) == " world Hello world"
