@@ -81,7 +81,7 @@ class GrammarCompiler:
         with self._lock:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
-            state = _State(found.deep_copy(), self._vocabulary)
+            state = _State(found.deep_copy(), self._vocabulary, self._eos_ids)
         state.extend(answer)
         return state
 
@@ -134,7 +134,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("grammar", f"cannot be followed: {matcher.get_error()}")
-        if not _State(matcher.deep_copy(), self._vocabulary).allowed(()).any():
+        if not _State(matcher.deep_copy(), self._vocabulary, self._eos_ids).allowed(()).any():
             raise InvalidRequest("grammar", "cannot be followed: no token of the model begins such a text")
         return matcher
 
@@ -168,9 +168,10 @@ def _checked_choices(text: str) -> str:
 class _State:
     """A place in a grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, eos_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._eos_ids = eos_ids
         self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}  # by path
         self._forced: list[int] | None = None
 
@@ -182,6 +183,15 @@ class _State:
                 self._masks.clear()
             mask = self._masks[key] = self._compute(key)
         return mask
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        key = tuple(path)
+        if key in self._masks or token in self._eos_ids:  # an end is no token that the matcher could take back
+            return bool(self.allowed(key)[token])
+        followed = self._matcher.try_consume_tokens([*key, token])
+        if followed:
+            self._matcher.rollback(followed)
+        return followed > len(key)
 
     def extend(self, tokens: Sequence[int]) -> None:
         if tokens:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,36 @@ def test_numpy_and_compiled_code_choose_alike(compiler: GrammarCompiler, seed: i
     terms = {"repetition_penalty": 1.2, "logit_bias": {91: 3.0}, "min_p": 0.02}
     one, other = (generated(compiler, grammar, seed, 60, compiled, **terms) for compiled in (True, False))
     assert one == other
+
+
+@pytest.mark.parametrize(
+    "terms", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"logit_bias": {91: 9.0}, "min_tokens": 3}]
+)
+def test_a_choice_among_the_best_is_that_of_the_mask(compiler: GrammarCompiler, terms: dict[str, Any]) -> None:
+    grammar, text = Grammar("json_schema", PERSON), ids('{"name": "bob", "age": 12}')
+    chance = np.random.default_rng(5)
+    for place in range(len(text) + 1):
+        contract = Contract(seed=place, max_tokens=99, stop_ids=(EOS,), grammar=grammar, **terms)
+        sampler = Sampler(contract, VOCABULARY, [5, 6], 2, grammar=compiler.start(grammar, text[:place]))
+        masked = compiler.start(grammar, text[:place]).allowed(())
+        logits = chance.normal(0.0, 1.0, VOCABULARY).astype(np.float32)
+        logits[chance.choice(np.flatnonzero(masked), 3)] += 8.0  # the model follows the grammar, with others beside
+        logits[chance.integers(0, VOCABULARY, 3)] += 8.0
+        choice = sampler.choose(logits)
+        tokens, scores = sampler.leading(logits, (), 2)
+        gap = scores[0] - scores[1] if len(tokens) > 1 else np.inf
+        assert (choice.token, choice.gap) == (tokens[0], pytest.approx(gap, abs=1e-9))
+
+
+def test_one_token_is_asked_about_without_a_mask(compiler: GrammarCompiler) -> None:
+    grammar, text = Grammar("json_schema", PERSON), ids('{"name": "bob", "age": 12}')
+    state = compiler.start(grammar)
+    for place, token in enumerate(text):
+        assert state.allows(text[:place], token)
+        assert not state.allows(text[:place], ids("\x01")[0])
+    assert not state.allows((), EOS)
+    assert state.allows(text, EOS)
+    assert state.allows(text[:1], text[1])  # it is where it was
 
 
 def allowed(
