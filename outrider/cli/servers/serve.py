@@ -98,7 +98,8 @@ StorePublic = Annotated[
 Store = Annotated[Path | None, typer.Option(help="Datastore made by `outrider index`, for retrieval without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get to end at shutdown. [default: 5]")]
 
-MAPPINGS = {"models", "resources", "tool_formats"}  # fields whose flags are NAME=VALUE and may be repeated
+# Fields whose flags may be repeated, and the form of each:
+MAPPINGS = {"models": "NAME=FOLDER", "resources": "NAME=AMOUNT", "tool_formats": "MODEL=FORM"}
 
 
 def router(
@@ -400,16 +401,17 @@ def section(kind: type[SectionT], context: typer.Context) -> SectionT:
     given = {name: value for name, value in context.params.items() if value is not None and name != "redis"}
     if "context_tokens" in given:
         given["context"] = given.pop("context_tokens")
-    for field in MAPPINGS.intersection(given):
-        given[field] = _mapping(given[field], f"--{field.replace('_', '-').removesuffix('s')}")
+    for field, form in MAPPINGS.items():
+        if field in given:
+            given[field] = _mapping(given[field], f"--{field.replace('_', '-').removesuffix('s')}", form)
     with reported():
         return parse(kind, given, "flags")
 
 
-def _mapping(entries: list[str], flag: str) -> dict[str, str]:
+def _mapping(entries: list[str], flag: str, form: str) -> dict[str, str]:
     values = dict(entry.partition("=")[::2] for entry in entries)
     if not all(name and value for name, value in values.items()):
-        raise typer.BadParameter("must be NAME=VALUE", param_hint=flag)
+        raise typer.BadParameter(f"must be {form}", param_hint=flag)
     return values
 
 
