@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -210,6 +211,9 @@ async def test_drafting_that_costs_more_than_it_brings_rests_and_both_speeds_are
         while not (shown := [one for one in (await glance(page))["generations"] if "plain" in one["why"]]):
             assert not asking.done()
             await asyncio.sleep(0.05)
+        for _ in range(25):  # some of what is shown is from trials, which find out whether drafting pays
+            shown += [one for one in (await glance(page))["generations"] if "plain" in one["why"]]
+            await asyncio.sleep(0.1)
         terminal = ""
         while "with drafting" not in terminal:  # trials of it lie between
             assert not asking.done()
@@ -217,9 +221,10 @@ async def test_drafting_that_costs_more_than_it_brings_rests_and_both_speeds_are
         over = True
         await asking
     assert shown[0]["speculation"] == "resting"
-    matched = re.search(r" \(plain (\d+) tokens/s, with drafting (\d+)\); use a faster drafter", shown[0]["why"])
-    assert matched is not None
-    assert int(matched[1]) >= int(matched[2]) > 0
+    form = r" \(plain (\d+) tokens/s, with drafting (\d+)\); use a faster drafter"
+    speeds = [[int(speed) for speed in matched.groups()] for one in shown if (matched := re.search(form, one["why"]))]
+    plain, drafted = map(median, zip(*speeds, strict=True))
+    assert plain >= drafted > 0
     assert "resting" in terminal
 
 
