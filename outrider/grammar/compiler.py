@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -143,7 +144,7 @@ class GrammarCompiler:
         missing; otherwise the prompt has that mark."""
         grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
         grammars[0]["name"] = "answer"
-        special = self._special_ids()
+        special = self._special_ids
         end = f"/(?s:.*)/ <[{special[END]}]>" if END in special else f"[suffix={json.dumps(END)}]: /(?s:.*)/"
         begin = f"<[{special[BEGIN]}]>" if BEGIN in special else json.dumps(BEGIN)
         before = f"({begin} reasoning)?" if optional else "reasoning"
@@ -151,8 +152,9 @@ class GrammarCompiler:
         thought = f"thought: {end}" if END in special else f"thought{end}"
         return json.dumps({"grammars": [{"lark_grammar": "\n".join((*rules, thought))}, *grammars]})
 
+    @cached_property
     def _special_ids(self) -> dict[str, int]:
-        """Return the ids of the tokenizer's special tokens, by their text."""
+        """The ids of the tokenizer's special tokens, by their text. Its file may have many megabytes."""
         added = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
         return {token["content"]: token["id"] for token in added if token.get("special")}
 

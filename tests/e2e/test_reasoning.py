@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
 import outrider
-from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.errors import InvalidRequest
-from outrider.fleet.cluster import LocalCluster
+from tests.e2e.chat import Clients, chat_clients
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,35 +38,11 @@ BIAS = dict(zip(TOKENIZER.encode("</think>").ids, (10.0, 11.0, 15.0, 12.0, 10.0)
 ENDS: Any = {"logit_bias": BIAS, "max_tokens": 200}
 
 
-@dataclass(frozen=True)
-class Clients:
-    sdk: outrider.AsyncClient
-    openai: openai.AsyncOpenAI
-
-
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
     folder = tmp_path_factory.mktemp("models") / "target"
-    folder.mkdir()
-    for file in (MODELS / "target").iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = ClusterConfig(
-        router=RouterConfig(
-            listen="127.0.0.1:0", models={"target": folder}, overlap=True, tool_formats={"target": "hermes"}
-        ),
-        verifier=[VerifierConfig(model=folder, dtype="float32")],
-        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
-        gateway=GatewayConfig(listen="127.0.0.1:0"),
-    )
-    async with (
-        LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
-        outrider.AsyncClient(cluster.router_address) as sdk,
-        openai.AsyncOpenAI(
-            base_url=f"http://{cluster.processes['gateway'].address}/v1", api_key="unused", max_retries=0
-        ) as theirs,
-    ):
-        yield Clients(sdk, theirs)
+    async with chat_clients(folder, TEMPLATE, tool_formats={"target": "hermes"}) as both:
+        yield both
 
 
 @pytest.mark.parametrize("seed", [2, 3])  # with which it does

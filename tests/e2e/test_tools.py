@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import openai
@@ -13,11 +12,8 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel, Field
 
-import outrider
-from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.errors import InvalidRequest
-from outrider.fleet.cluster import LocalCluster
-from tests.e2e.conftest import MODELS
+from tests.e2e.chat import Clients, chat_clients
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -44,33 +40,11 @@ WRITTEN = r"""start: "I look.\n\n<tool_call>\n" call "\n</tool_call>"
 call: "{\"name\": \"time\", \"arguments\": {\"zone\": \"" /[a-z]{1,4}/ "\"}}" """
 
 
-@dataclass(frozen=True)
-class Clients:
-    sdk: outrider.AsyncClient
-    openai: openai.AsyncOpenAI
-
-
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
     folder = tmp_path_factory.mktemp("models") / "target"
-    folder.mkdir()
-    for file in (MODELS / "target").iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": folder}, overlap=True),
-        verifier=[VerifierConfig(model=folder, dtype="float32")],
-        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
-        gateway=GatewayConfig(listen="127.0.0.1:0"),
-    )
-    async with (
-        LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
-        outrider.AsyncClient(cluster.router_address) as sdk,
-        openai.AsyncOpenAI(
-            base_url=f"http://{cluster.processes['gateway'].address}/v1", api_key="unused", max_retries=0
-        ) as theirs,
-    ):
-        yield Clients(sdk, theirs)
+    async with chat_clients(folder, TEMPLATE) as both:
+        yield both
 
 
 def arguments_are_valid(name: str, arguments: str) -> None:

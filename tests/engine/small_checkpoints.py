@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,11 @@ def assert_same(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> 
     assert np.isfinite(ours).all()
     difference = np.abs(ours - reference).max()
     assert difference <= 1e-5 * max(1.0, float(reference.std())), difference
+
+
+def adapted(segment: Segment, adapter: object) -> Segment:
+    """The segment with an adapter; None: the model as it is."""
+    return replace(segment, adapter=adapter)
 
 
 def prompt(slot: int, tokens: NDArray[np.int64], prefix: int = 0, wanted: int | None = None) -> Segment:

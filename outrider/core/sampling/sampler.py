@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -183,7 +184,8 @@ class Sampler:
         if leading is None:
             return None
         tokens, scores = leading
-        places = [place for place, token in enumerate(tokens.tolist()) if self.grammar.allows(path, token)][:2]
+        allowed = (place for place, token in enumerate(tokens.tolist()) if self.grammar.allows(path, token))
+        places = [*islice(allowed, 2)]
         return (tokens[places], scores[places]) if len(places) == 2 else None
 
     def _within_grammar(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,13 @@ FILES = CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 512
 QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 MODULES = {name: block for block, names in (("self_attn", QKV + OUTPUT), ("mlp", GATE_UP + DOWN)) for name in names}
+LinearName = Literal["qkv", "output", "gate_up", "down"]
+JOINED: dict[LinearName, tuple[str, ...]] = {  # the weights that each linear of a layer joins in our engines
+    "qkv": QKV,
+    "output": OUTPUT,
+    "gate_up": GATE_UP,
+    "down": DOWN,
+}
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d{1,5})\.(self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
 _UNCHANGED: tuple[

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.engine.adapters.low_rank import DOWN, GATE_UP, OUTPUT, QKV, LowRankAdapter
+from outrider.engine.adapters.low_rank import JOINED, LowRankAdapter
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 
 if TYPE_CHECKING:
     from outrider._native import Adapter
 
-_PARTS = (QKV, OUTPUT, GATE_UP, DOWN)  # the weights that a linear of the engine joins, by the engine's number of it
-_JOINED = max(map(len, _PARTS))
+_MOST = max(map(len, JOINED.values()))  # weights of a linear
 
 
 def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[int], dtype: str) -> Adapter:
@@ -23,8 +22,8 @@ def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[in
     packed = Adapter(dtype, config.width, queries, keys, config.ffn, len(kept))
     for index, layer in enumerate(kept):
         updates = adapter.layers.get(layer, {})
-        for part, modules in enumerate(_PARTS):
+        for part, modules in enumerate(JOINED.values()):  # the engine has linears by number, in this order
             found = [updates.get(name, (None, None)) for name in modules]
             if updates.keys() & {*modules}:
-                packed.set(index, part, *[it for pair in found for it in pair], *[None] * 2 * (_JOINED - len(modules)))
+                packed.set(index, part, *[it for pair in found for it in pair], *[None] * 2 * (_MOST - len(modules)))
     return packed

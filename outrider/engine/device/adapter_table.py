@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.adapters.low_rank import LowRankAdapter, read_adapter
+from outrider.engine.adapters.low_rank import LinearName, LowRankAdapter, read_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.device.adapter_memory import AdapterForm, DeviceAdapter, place_adapter
@@ -23,7 +23,6 @@ from outrider.engine.device.low_rank import (
     TILE_COLUMNS,
     AdapterInputs,
     AdapterPlan,
-    LinearName,
     adapted_linears,
     lay_adapter_tiles,
 )

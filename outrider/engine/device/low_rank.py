@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_int64, c_uint8
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.library import Library
 
-from outrider.engine.adapters.low_rank import DOWN, GATE_UP, MODULES, MOST_RANK, OUTPUT, QKV
+from outrider.engine.adapters.low_rank import JOINED, MODULES, MOST_RANK, LinearName
 from outrider.engine.batch import Segment
 from outrider.engine.device.adapter_memory import ENTRY, AdapterForm, DeviceAdapter
 
@@ -29,8 +29,6 @@ TILE_COLUMNS = 3  # first place in `order`, rows (0: padding), address of the ad
 FEW_ROWS = 64  # of a pass, up to which tiles are small
 PROGRAMS = 64  # of a product with A, from which on its inputs are not divided further; not measured
 MAX_SPLITS = 16
-
-LinearName = Literal["qkv", "output", "gate_up", "down"]
 
 
 class AdaptedLinear(NamedTuple):
@@ -52,9 +50,7 @@ def adapted_linears(form: AdapterForm) -> dict[LinearName, AdaptedLinear]:
     """Return the linears that join the modules of a form."""
     names = [*MODULES]
     found: dict[LinearName, AdaptedLinear] = {}
-    joined: tuple[tuple[LinearName, tuple[str, ...]], ...]
-    joined = ("qkv", QKV), ("output", OUTPUT), ("gate_up", GATE_UP), ("down", DOWN)
-    for name, modules in joined:
+    for name, modules in JOINED.items():
         first = names.index(modules[0])
         (outputs, inputs), (others, _) = form.shapes[first], form.shapes[first + len(modules) - 1]
         found[name] = AdaptedLinear(first, len(modules), inputs, outputs, others)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.adapters.low_rank import DOWN, GATE_UP, OUTPUT, QKV, LowRankAdapter, LowRankUpdate, linear_shape
+from outrider.engine.adapters.low_rank import JOINED, LinearName, LowRankAdapter, LowRankUpdate, linear_shape
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.eager.linear import Linear, float_linear
 from outrider.engine.eager.packing import Packed, padded_size, rows_of
 from outrider.engine.eager.weights import group_first, interleave
 from outrider.engine.engine import Dtype
-
-LinearName = Literal["qkv", "output", "gate_up", "down"]  # a linear of `EagerLayer`
-_JOINED: dict[LinearName, tuple[str, ...]] = {"qkv": QKV, "output": OUTPUT, "gate_up": GATE_UP, "down": DOWN}
 
 
 class _Update(NamedTuple):
@@ -58,7 +55,7 @@ def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[in
 def _packed_layer(updates: Mapping[str, LowRankUpdate], config: ModelConfig, dtype: Dtype) -> dict[LinearName, _Update]:
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
     packed: dict[LinearName, _Update] = {}
-    for linear, modules in _JOINED.items():
+    for linear, modules in JOINED.items():
         if not updates.keys() & {*modules}:
             continue
         parts = [_ordered(updates.get(module), module, config) for module in modules]

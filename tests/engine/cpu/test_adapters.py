@@ -22,7 +22,16 @@ from outrider.engine.features import Features
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.small_adapters import adapted_logits, make_adapter
-from tests.engine.small_checkpoints import SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
+from tests.engine.small_checkpoints import (
+    SHAPES,
+    Reference,
+    Tree,
+    adapted,
+    assert_same,
+    make_checkpoint,
+    prompt,
+    random_tokens,
+)
 
 SOME: tuple[tuple[str, ...], ...] = (
     ("q_proj", "v_proj"),
@@ -34,10 +43,6 @@ SOME: tuple[tuple[str, ...], ...] = (
 
 def load(folder: Path, *, dtype: str = "float32", slots: int = 8, threads: int = 2, **options: Any) -> CpuEngine:
     return CpuEngine.load(folder, dtype=dtype, slots=slots, threads=threads, **options)  # type: ignore[arg-type]
-
-
-def adapted(segment: Segment, adapter: object) -> Segment:
-    return replace(segment, adapter=adapter)
 
 
 @pytest.fixture(scope="module")

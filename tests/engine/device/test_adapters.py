@@ -36,7 +36,7 @@ from outrider.engine.masks import tree_mask
 from outrider.engine.ranks.group import ALONE
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.device.taped import DEVICE, taped
-from tests.engine.small_checkpoints import SHAPES, Tree, make_checkpoint, prompt, random_tokens
+from tests.engine.small_checkpoints import SHAPES, Tree, adapted, make_checkpoint, prompt, random_tokens
 
 SLOTS, ROWS_HELD = 8, 200
 OPERATION = "add_low_rank"
@@ -49,10 +49,6 @@ def on_device(folder: Path, **changes: Any) -> DeviceEngine:
 
 def eager(folder: Path) -> NativeEngine:
     return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
-
-
-def adapted(segment: Segment, adapter: object) -> Segment:
-    return replace(segment, adapter=adapter)
 
 
 def handle(engine: Engine, folder: Path) -> DeviceAdapter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,16 @@ from outrider.engine.engine import Dtype, Engine
 from outrider.engine.features import Features
 from outrider.errors import CheckpointError
 from tests.engine.small_adapters import adapted_logits, load_peft, make_adapter, quiet
-from tests.engine.small_checkpoints import SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
+from tests.engine.small_checkpoints import (
+    SHAPES,
+    Reference,
+    Tree,
+    adapted,
+    assert_same,
+    make_checkpoint,
+    prompt,
+    random_tokens,
+)
 
 ORDER = [0, None, 1, 2, 0, 1]  # adapters of the segments of a mixed pass
 LENGTHS = (5, 40, 1, 23, 12, 9)
@@ -27,10 +35,6 @@ LENGTHS = (5, 40, 1, 23, 12, 9)
 
 def load(folder: Path, dtype: Dtype = "float32", **options: Any) -> NativeEngine:
     return NativeEngine.load(folder, dtype=dtype, slots=8, threads=1, **options)
-
-
-def adapted(segment: Segment, adapter: object) -> Segment:
-    return replace(segment, adapter=adapter)
 
 
 def mixed(engine: Engine, folders: Sequence[Path], wanted: int | None = None) -> list[Segment]:
