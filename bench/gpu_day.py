@@ -29,6 +29,7 @@ TESTS = (
     "tests/engine/device",
     "tests/verifier/test_drawn_by_engine.py",
     "tests/drafter/test_ranked_by_engine.py",
+    "tests/drafter/test_grown_trees.py",
     "--deselect=tests/verifier/test_drawn_by_engine.py::test_noise_is_not_computed_twice",  # of the compiled sampler
 )
 # The folder's conftest.py is for tests with servers, whose libraries a machine with a GPU need not have.
@@ -62,6 +63,7 @@ def _gpu(shape: str, batch: int, *more: str) -> Part:
     return Part(name, ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch), *more), 300)
 
 
+DRAFTER = ("--shape", "1b", "--best", "64", "--levels", "3")
 ADAPTERS = ("--adapters", "0", "--adapters", "1", "--adapters", "4")
 PARTS = (
     Part("parity", ("-m", "bench.gpu_parity"), 120),
@@ -76,9 +78,9 @@ PARTS = (
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
     _profile("8b-8-adapters", "--texts", "8", "--rows", "1", *ADAPTERS),
     _profile("8b-8-adapters-float8", "--texts", "8", "--rows", "1", "--dtype", "float8", *ADAPTERS),
-    _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "64"),
+    _profile("1b-1-drafter", *DRAFTER, "--rows", "1", "--rows", "4"),
     _profile("8b-1-float8", "--rows", "1", "--rows", "16", "--dtype", "float8"),
-    _profile("1b-1-drafter-float8", "--shape", "1b", "--rows", "4", "--best", "64", "--dtype", "float8"),
+    _profile("1b-1-drafter-float8", *DRAFTER, "--rows", "4", "--dtype", "float8"),
     Part("cluster-1b", ("-m", "bench.gpu_cluster", "--shape", "1b"), 200),
     Part("cluster-8b", ("-m", "bench.gpu_cluster", "--shape", "8b"), 300),
     _gpu("8b", 1, "--dtype", "float8"),

@@ -2,7 +2,8 @@
 
 The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
 text, without adapters or with some, are measured and then traced: milliseconds of a step, those until the host has
-launched it, and the sum over all kernels; then the microseconds of each kernel in a step.
+launched it, and the sum over all kernels; then the microseconds of each kernel in a step. With `--levels`, so many
+levels that the device grows behind a drafter's step are measured beside as many steps of the host.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,9 +24,11 @@ import typer
 
 from bench.gpu import ROOT, SHAPES, GpuRun
 from bench.low_rank_files import make_adapter
+from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.device.token_choice import VERIFIED
+from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, Growth
 from outrider.engine.masks import tree_mask
 
 if TYPE_CHECKING:
@@ -47,6 +51,7 @@ def main(
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of these adapters.")] = 16,
     best: Annotated[int, typer.Option(help="Candidates of a row, as a drafter needs them; 0: as a verifier.")] = 0,
+    levels: Annotated[int, typer.Option(min=0, max=MOST_LEVELS, help="Levels grown behind a drafter's step.")] = 0,
     device: Annotated[str, typer.Option()] = "cuda",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
 ) -> None:
@@ -92,6 +97,12 @@ def main(
             f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} best={best} adapters={used} rank={rank} "
             f"step_ms={wall_ms:.3f} launch_ms={launch_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
         )
+        if levels:
+            grown_ms, stepped_ms = drafted(engine, segments, draws, levels)
+            print(
+                f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} levels={1 + levels} "
+                f"on_device_ms={grown_ms:.3f} by_host_ms={stepped_ms:.3f}"
+            )
         for name, (calls, spent_us) in kernels[:TOP]:
             print(f"  {spent_us:9.1f} us {calls:6.1f} calls {spent_us / max(calls, 1e-9):8.2f} us each  {name[:90]}")
 
@@ -114,6 +125,30 @@ def work(texts: int, rows: int, context: int, adapters: Sequence[object]) -> tup
         positions = context - 1 + np.minimum(at, 6)
         segments.append(Segment(slot, context - 1, at + 5, positions, mask, None, adapter))
     return segments, [Draw(slot, 1.0) for slot in range(texts)]
+
+
+def drafted(
+    engine: DeviceEngine, segments: Sequence[Segment], draws: Sequence[Draw], levels: int
+) -> tuple[float, float]:
+    """Return the milliseconds of a drafter's round of a level and so many more: where the device grows these, and where
+    the host is given each level's candidates and makes nothing of them."""
+    grows = [Growth(it.prefix + it.span, np.zeros(it.outputs), 1.0, 3, -20.0, 10**6) for it in segments]
+    later = [
+        replace(it, prefix=it.prefix + it.span, tokens=np.arange(LEVEL_ROWS), positions=at, mask=np.eye(LEVEL_ROWS) > 0)
+        for it in segments
+        for at in [np.full(LEVEL_ROWS, it.prefix + it.span)]
+    ]
+    grown, stepped = [], []
+    for _ in range(WARM_UPS + STEPS):
+        began = time.perf_counter()
+        engine.grow(segments, draws, grows, levels)
+        grown.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        engine.sample(segments, draws, CANDIDATES)
+        for _ in range(levels):
+            engine.sample(later, draws, CANDIDATES)
+        stepped.append(time.perf_counter() - began)
+    return median(grown[WARM_UPS:]) * 1e3, median(stepped[WARM_UPS:]) * 1e3
 
 
 def traced(torch: Any, repeated: Any) -> tuple[float, list[tuple[str, tuple[float, float]]]]:

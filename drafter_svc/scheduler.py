@@ -10,6 +10,8 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
+from typing import NamedTuple
 
 from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.relay import LowerTier, NoLowerTier, Relay
@@ -31,6 +33,7 @@ from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor
+from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
 from outrider.engine.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.logits import Logits, logits_rows
 from outrider.engine.page_budget import PageBudget
@@ -38,6 +41,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
 
+GROWN_S = 0.002  # longest time, usually, for which a commit waits because levels run without the host
 READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds
 EMA_WEIGHT = 0.1  # weight of the latest level in the average time of a level
 
@@ -66,6 +70,13 @@ class LevelPart:
     segment: Segment
     nodes: list[Node]  # the nodes that the segment's last rows expand
     fits: DrafterFits
+
+
+class _Grown(NamedTuple):
+    """Levels that the engine has grown behind a pass, and the index of each session's tree in them."""
+
+    levels: list[GrownLevel]
+    trees: dict[Attachment, int]
 
 
 class DraftScheduler:
@@ -186,10 +197,10 @@ class DraftScheduler:
             while True:
                 parts = await self._choose()
                 began = time.monotonic()
-                logits = await self._forward(parts)
-                self._propose(parts, logits)
+                logits, grown = await self._forward(parts)
+                self._propose(parts, logits, grown)
                 if all(part.nodes for part in parts):
-                    self._level_s.observe(time.monotonic() - began)
+                    self._level_s.observe((time.monotonic() - began) / (1 + len(grown.levels)))
         finally:
             self._executor.close()
 
@@ -232,7 +243,8 @@ class DraftScheduler:
         if not self._budget.bounded:
             return True
         self._executor.run_queued()
-        end = max(segment.prefix + segment.span, len(session.tokens))
+        grown = MOST_LEVELS * LEVEL_ROWS if self._engine.grows else 0
+        end = max(segment.prefix + segment.span + grown, len(session.tokens))
         return self._budget.reserve(session.slot, session.cached, end, self._preemptions(behind))
 
     def _preemptions(self, behind: Sequence[tuple[Attachment, ScheduledSession]]) -> Iterator[ScheduledSession]:
@@ -427,16 +439,39 @@ class DraftScheduler:
             relay.publish(update.position, update.tokens, time.monotonic())
         return True
 
-    async def _forward(self, parts: Sequence[LevelPart]) -> Logits:
-        """Runs the packed pass; prepares noise, fits scores and reads long texts meanwhile."""
+    async def _forward(self, parts: Sequence[LevelPart]) -> tuple[Logits, _Grown]:
+        """Runs the packed pass, and further levels behind it where the engine can; prepares noise, fits scores and
+        reads long texts meanwhile.
+        """
         draws = [part.session.draw(self._engine) for part in parts]
         segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
         began = time.monotonic()
         self.progress.begin()
-        logits = await self._executor.sample(segments, draws, prepare, CANDIDATES)
+        grown = _Grown([], {})
+        growths, levels = self._growths(parts, draws) if self._engine.grows else ((), 0)
+        if levels:
+            logits, found = await self._executor.grow(segments, draws, growths, levels, prepare)
+            growing = [part.key for part, growth in zip(parts, growths, strict=True) if growth is not None]
+            grown = _Grown(found, {key: tree for tree, key in enumerate(growing)})
+        else:
+            logits = await self._executor.sample(segments, draws, prepare, CANDIDATES)
         self.progress.end()
         self._forward_s.record(time.monotonic() - began)
-        return logits
+        return logits, grown
+
+    def _growths(self, parts: Sequence[LevelPart], draws: Sequence[Draw | None]) -> tuple[list[Growth | None], int]:
+        """Return how trees grow behind a level, and for how many levels: the most that one of them is worth."""
+        most = MOST_LEVELS if not self._level_s.mean else min(MOST_LEVELS, int(GROWN_S / self._level_s.mean))
+        growths: list[Growth | None] = []
+        levels = 0
+        for part, draw in zip(parts, draws, strict=True):
+            relay = self.members[part.key].relay
+            alone = draw is not None and most and not (relay is not None and relay.subscriptions)
+            fits = part.segment.prefix + part.segment.span + most * LEVEL_ROWS <= self._engine.rows
+            found = part.session.growth(part.fits, part.segment, part.nodes, most) if alone and fits else None
+            growths.append(None if found is None else found[0])
+            levels = max(levels, 0 if found is None else found[1])
+        return growths, levels
 
     def _prepare(self, parts: Sequence[LevelPart], draws: Sequence[Draw | None]) -> None:
         for part, draw in zip(parts, draws, strict=True):
@@ -445,7 +480,7 @@ class DraftScheduler:
             part.session.learn(part.fits)
         self._read_on()
 
-    def _propose(self, parts: Sequence[LevelPart], logits: Logits) -> None:
+    def _propose(self, parts: Sequence[LevelPart], logits: Logits, grown: _Grown) -> None:
         first = 0
         for part in parts:
             rows = logits_rows(logits, first, len(part.nodes))
@@ -455,11 +490,17 @@ class DraftScheduler:
                 continue  # the session ended while the pass ran
             part.session.advance(part.segment, part.nodes)
             self.slots.mark_computed(part.session.slot, part.session.cached)
-            delta = part.session.expand(part.nodes, rows, part.fits)
+            deltas = [part.session.expand(part.nodes, rows, part.fits)]
+            if part.key in grown.trees:
+                numbered = [*part.nodes, *repeat(None, LEVEL_ROWS)][:LEVEL_ROWS]
+                tree = grown.trees[part.key]
+                deltas += [part.session.add_level(numbered, level, tree, part.fits) for level in grown.levels]
             if member.relay is not None and part.nodes:
                 member.relay.hint(time.monotonic())
             member.next = self._next(member, part.session)
-            self._send_new(part.key, member, part.session, delta)
+            for delta in deltas[:-1]:
+                self._deliver(part.key, part.session, delta, exhausted=False)
+            self._send_new(part.key, member, part.session, deltas[-1])
 
     def _send_new(self, key: Attachment, member: ScheduledSession, session: DraftSession, delta: Delta) -> None:
         """Sends new nodes; when these are the last before the next commit, also those that were held back."""

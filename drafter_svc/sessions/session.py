@@ -18,6 +18,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Traits
+from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.logits import LogitsRow
 from outrider.engine.masks import path_mask
 
@@ -135,6 +136,20 @@ class DraftSession(Mirror, ABC):
         """Return how an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
         return None
 
+    def growth(
+        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], most: int
+    ) -> tuple[Growth, int] | None:
+        """Return how an engine may grow the tree behind a level, and how many levels are worth running, at most `most`.
+        None: it grows level by level.
+        """
+        return None
+
+    def add_level(self, numbered: list[Node | None], level: GrownLevel, tree: int, fits: DrafterFits) -> Delta:
+        """Proposes the children of a level that the engine has grown. `numbered`: the nodes of the rows before, which
+        it extends; `tree`: the tree's index in the level. Only where `growth` is not None.
+        """
+        raise NotImplementedError
+
     def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
         """Scores nodes that a lower tier has drafted by this model, if their parents' rows are known."""
 
@@ -158,7 +173,11 @@ class DraftSession(Mirror, ABC):
         """Records that the rows of `segment` hold KV, after its pass."""
         added = [node for node in nodes if node is not self.tree.root]
         self.cached += len(segment.tokens) - len(added)
-        for node in added:
+        self._hold(added)
+
+    def _hold(self, nodes: Sequence[Node]) -> None:
+        """Records that the next cache rows hold the KV of these nodes."""
+        for node in nodes:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
 

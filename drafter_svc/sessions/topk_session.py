@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,15 +11,25 @@ from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.session import DraftSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
-from outrider.core.construction.expansion import CANDIDATES, RESEND_THRESHOLD, Candidates, DrafterFits, floor_score
+from outrider.core.construction.expansion import (
+    CANDIDATES,
+    LOWEST_SCORE,
+    RESEND_THRESHOLD,
+    Candidates,
+    DrafterFits,
+    floor_score,
+)
 from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
-from outrider.engine.engine import Traits
-from outrider.engine.logits import LogitsRow
+from outrider.engine.batch import Segment
+from outrider.engine.engine import SCRATCH, Traits
+from outrider.engine.growth import CHILDREN, LEVEL_ROWS, GrownLevel, Growth
+from outrider.engine.logits import BestTokens, LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds
+_NO_NODE = Node(-1, -1, None, 0.0)  # of cache rows whose node is not in the tree
 
 
 class TopKSession(DraftSession):
@@ -76,16 +86,52 @@ class TopKSession(DraftSession):
 
     def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
         """Proposes the best candidates of each row."""
-        terms = self._bounds(fits)
-        added: list[Node] = []
-        for node, row in zip(nodes, rows, strict=True):
+        for node in nodes:
             node.expanded = True
-            if not self.tree.holds(node):
-                continue  # a guessed node that was just found not to be worth expanding
-            self._rows[node] = self._candidates(node, row)
-            self.rescore([child for child in node.children.values() if child.names], fits)
-            added += self._propose(node, self._rows[node], fits, terms)
-        return self.announce(added)
+        # A guessed node may just have been found not to be worth expanding.
+        found = (
+            (node, self._candidates(node, row)) for node, row in zip(nodes, rows, strict=True) if self.tree.holds(node)
+        )
+        return self._add_children(found, fits)
+
+    def growth(
+        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], most: int
+    ) -> tuple[Growth, int] | None:
+        """Return the growth of a tree whose nodes are chosen by path score, each as soon as it can be."""
+        tree, plan = self.tree, self.plan
+        if not (self._shared and self.construction.guesses and nodes) or self.contract.grammar is not None:
+            return None
+        if segment.prefix + segment.span - len(self.tokens) + most * LEVEL_ROWS > SCRATCH:
+            return None  # the level after this one may make room
+        width = min(self.construction.width(plan), CHILDREN)
+        most = min(most, plan.depth - 1 - min(map(tree.depth, nodes)))
+        if not self.terms.ahead:  # a step has room for so many
+            most = min(most, -(-(plan.nodes - len(self._rows) - len(nodes)) // LEVEL_ROWS))
+        levels, gain, kept = 0, self.gain(fits, nodes), fits.kept(width)
+        while levels < most and (gain := gain * kept) > max(self.level_price, LOWEST_SCORE):
+            levels += 1
+        if not levels:
+            return None
+        base, last = len(self.tokens), tree.root.position + plan.depth - 1
+        log_scores = np.array([node.log_score - tree.root.log_score for node in nodes])
+        return Growth(base, log_scores, fits.scale.scale, width, math.log(self._floor), last), levels
+
+    def add_level(self, numbered: list[Node | None], level: GrownLevel, tree: int, fits: DrafterFits) -> Delta:
+        """Proposes the best candidates of the rows whose nodes are in the tree, too."""
+        found: list[tuple[Node, Candidates]] = []
+        for parent, token, best in level.rows(tree):
+            above = numbered[parent] if parent >= 0 else None
+            node = None if above is None else above.children.get(token)
+            candidates = None if node is None or node.expanded else self._known(best)
+            if node is None or candidates is None:
+                numbered.append(None)
+                self._hold([_NO_NODE])
+                continue
+            numbered.append(node)
+            self._hold([node])
+            node.expanded = True
+            found.append((node, candidates))
+        return self._add_children(((node, row) for node, row in found if self.tree.holds(node)), fits)
 
     def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
         """Scores nodes that a lower tier has drafted by this model, where it has expanded their parents. The next delta
@@ -155,14 +201,27 @@ class TopKSession(DraftSession):
         """Path score below which a node is not worth sending."""
         return floor_score(self.terms.price, ahead=self.terms.ahead)
 
+    def _add_children(self, found: Iterable[tuple[Node, Candidates]], fits: DrafterFits) -> Delta:
+        terms = self._bounds(fits)
+        added: list[Node] = []
+        for node, row in found:
+            self._rows[node] = row
+            self.rescore([child for child in node.children.values() if child.names], fits)
+            added += self._propose(node, row, fits, terms)
+        return self.announce(added)
+
     def _candidates(self, node: Node, row: LogitsRow) -> Candidates:
         best = row.best
-        if best is not None:
-            known = np.isfinite(best.scores) & (best.tokens < self.usable)  # others are padding
-            if known.any():
-                return Candidates(best.tokens[known], best.scores[known])
+        known = None if best is None else self._known(best)
+        if known is not None:
+            return known
         logits, path = row.logits[: self.usable], self.tree.path(node)
         return Candidates(*self.sampler.leading(logits, path, CANDIDATES, noised=self._shared))
+
+    def _known(self, best: BestTokens) -> Candidates | None:
+        """Return those of an engine's candidates that are some, None if there is none: others are padding."""
+        known = np.isfinite(best.scores) & (best.tokens < self.usable)
+        return Candidates(best.tokens[known], best.scores[known]) if known.any() else None
 
     def _propose(self, node: Node, row: Candidates, fits: DrafterFits, terms: TreeTerms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment, check_numbers
 from outrider.engine.features import Features
+from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import ConfigError
 
@@ -53,6 +54,7 @@ class Traits:
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
+    grows: bool = False  # whether `grow` runs several levels of trees in one call
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
@@ -99,6 +101,17 @@ class Engine(Traits, ABC):
         tokens lead to, from a segment's first row on, which is what a verifier needs.
         """
         return HostLogits(self.forward(segments))
+
+    def grow(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
+    ) -> tuple[Logits, list[GrownLevel]]:
+        """Run one pass as `sample` does for a drafter's candidates, and so many further levels of trees behind it.
+
+        `growths`: of each segment, None where it has no tree or does not grow. Returns the logits of the pass, and the
+        levels, of those segments that grow; none where the engine cannot grow so many at once. Only for an engine that
+        `grows`. Raises ValueError for levels that do not fit the slot.
+        """
+        raise NotImplementedError
 
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
         """Return an adapter for segments, and what was read. May be called while a pass runs, from any thread.

@@ -21,6 +21,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.stats import Ema
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
+from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.engine.logits import Logits
 
@@ -92,6 +93,20 @@ class Executor:
     ) -> Logits:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
         a short one, which it runs itself."""
+        return await self._run(segments, lambda: self._engine.sample(segments, draws, best), meanwhile)
+
+    async def grow(
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        growths: Sequence[Growth | None],
+        levels: int,
+        meanwhile: Callable[[], None],
+    ) -> tuple[Logits, list[GrownLevel]]:
+        """Run one packed pass and further levels of trees, see `Engine.grow`; `meanwhile` as for `sample`."""
+        return await self._run(segments, lambda: self._engine.grow(segments, draws, growths, levels), meanwhile)
+
+    async def _run(self, segments: Sequence[Segment], work: Callable[[], T], meanwhile: Callable[[], None]) -> T:
         changes, self._queued = self._queued, []
         copies, self._copies = self._copies, False
         size = sum(len(it.tokens) for it in segments).bit_length()
@@ -100,11 +115,10 @@ class Executor:
             seconds = self._seconds[size] = Ema(EMA_WEIGHT, mean=INLINE_S)
         if seconds.mean < INLINE_S and not copies:
             meanwhile()
-            logits = self._pass(seconds, changes, segments, draws, best)
+            result = self._pass(seconds, changes, work)
             await asyncio.sleep(0)  # for what has arrived meanwhile
-            return logits
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._thread, self._pass, seconds, changes, segments, draws, best)
+            return result
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, seconds, changes, work)
         meanwhile()
         return await running
 
@@ -122,17 +136,10 @@ class Executor:
         self._thread.shutdown(wait=True)
         self._engine.close()
 
-    def _pass(
-        self,
-        seconds: Ema,
-        changes: Sequence[Callable[[], None]],
-        segments: Sequence[Segment],
-        draws: Sequence[Draw | None],
-        best: int,
-    ) -> Logits:
+    def _pass(self, seconds: Ema, changes: Sequence[Callable[[], None]], work: Callable[[], T]) -> T:
         for change in changes:
             change()
         began = time.perf_counter()
-        logits = self._engine.sample(segments, draws, best)
+        result = work()
         seconds.observe(time.perf_counter() - began)
-        return logits
+        return result

@@ -36,7 +36,14 @@ class Engine(SimpleNamespace):
     def __init__(self, texts: Callable[[int], Sequence[int]], seed: int = 1) -> None:
         """`texts`: what is committed in a slot."""
         super().__init__(
-            slots=2, context=200, rows=300, unpadded_vocabulary=VOCABULARY, fed_width=0, samples=False, heartbeat_s=None
+            slots=2,
+            context=200,
+            rows=300,
+            unpadded_vocabulary=VOCABULARY,
+            fed_width=0,
+            samples=False,
+            grows=False,
+            heartbeat_s=None,
         )
         self.passes = 0
         self.may_pass = threading.Event()

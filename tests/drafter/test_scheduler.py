@@ -29,7 +29,7 @@ FOLLOWED = 300  # no model here would propose it
 
 
 class Engine(SimpleNamespace):
-    """Stands where a model does: takes no time, and has no opinion."""
+    """Stands where a model does: takes no time, has no opinion, and notes which slots run what follows a text."""
 
     def __init__(self, context: int) -> None:
         super().__init__(
@@ -39,10 +39,15 @@ class Engine(SimpleNamespace):
             unpadded_vocabulary=VOCABULARY,
             fed_width=0,
             samples=False,
+            grows=False,
             heartbeat_s=None,
+            following=set(),
         )
 
     def sample(self, segments: Sequence[Segment], *_: object) -> Logits:
+        self.following.update(
+            segment.slot for segment in segments if FOLLOWED in segment.tokens[max(0, LONG - segment.prefix) :]
+        )
         return HostLogits(np.zeros((sum(segment.wanted for segment in segments), VOCABULARY), np.float32))
 
     def release(self, slot: int, rows: int) -> None:
@@ -56,9 +61,15 @@ class Engine(SimpleNamespace):
         """Nothing is held."""
 
 
-def found(member: ScheduledSession) -> bool:
-    """Whether the repetition is in its tree."""
-    return member.session is not None and FOLLOWED in member.session.tree.root.children
+def at_rest(member: ScheduledSession) -> bool:
+    """Whether it has read all of its text, and has nothing to run."""
+    return member.session is not None and not member.session.behind and member.next is None
+
+
+def found(member: ScheduledSession, engine: Engine) -> bool:
+    """Whether the repetition is in its tree, or the model has run it: then it decides, and proposes other tokens."""
+    assert member.session is not None
+    return FOLLOWED in member.session.tree.root.children or member.session.slot in engine.following
 
 
 @pytest.mark.parametrize("context", [LONG // 2, LONG + 1000], ids=["idle", "beside passes"])
@@ -83,9 +94,10 @@ async def test_texts_of_32000_random_tokens_stall_no_loop_and_repetitions_are_fo
         for number, snapshot in enumerate(snapshots):
             scheduler.opened(Attachment(f"{number}", "", 1, b"", number), snapshot)
         async with asyncio.timeout(10):
-            while not running.done() and not all(found(member) for member in scheduler.members.values()):
+            while not running.done() and not all(map(at_rest, scheduler.members.values())):
                 await asyncio.sleep(0.005)
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
     assert not lost
+    assert all(found(member, engine) for member in scheduler.members.values())

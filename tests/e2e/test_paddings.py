@@ -275,7 +275,7 @@ async def test_through_a_router_drafters_of_any_padding_are_placed(cluster: Loca
     async with outrider.AsyncClient(cluster.router_address) as client:
         for seed in range(5):
             plain = await client.generate(PROMPTS[target], speculation="off", seed=seed, **terms)
-            fast = await client.generate(PROMPTS[target], seed=seed, **terms)
+            fast = await client.generate(PROMPTS[target], speculation="rounds", seed=seed, **terms)
             assert (fast.token_ids, fast.text) == (plain.token_ids, plain.text)
             drafted += fast.usage.verified
             if drafted and seed:

@@ -87,6 +87,11 @@ class DrafterFits:
         means = [child.mean for child in self._child_means[:width]] or [1.0]
         return sum(max(0.0, score * chance - price) for score in scores for chance in means)
 
+    def kept(self, width: int) -> float:
+        """Return what share of a level's expected gain the next level has, on average: that of the best `width`
+        children together."""
+        return min(1.0, sum(child.mean for child in self._child_means[:width])) if self._child_means else 1.0
+
     def observe(self, row: Candidates, token: int, hint: Hint | None) -> None:
         """Learn that the target chose `token` after a node with the candidates `row`. Without candidates, do
         nothing."""

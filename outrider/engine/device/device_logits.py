@@ -75,6 +75,11 @@ class DeviceLogits:
             self._firsts.append((tokens[:, 0].tolist(), (scores[:, 0] - scores[:, 1]).tolist()))
         self._likely = [None if it is None else it.cpu().numpy() for it in self._likeliest]
 
+    @property
+    def only_choices(self) -> Tensor | None:
+        """The choices of all rows in order, if they are one part: [at least all rows, 2 * candidates]."""
+        return self._choices[0] if len(self._choices) == 1 else None
+
     def row(self, index: int) -> NDArray[np.float32]:
         row: NDArray[np.float32] = self._logits[self._part[index]][self._at[index]].to("cpu", copy=True).numpy()
         return row

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -54,9 +54,11 @@ from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, c
 from outrider.engine.device.page_table import PAGE_ROWS, PageTable, pages_of
 from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
+from outrider.engine.device.tree_growth import LEVELS, GrowingTree, TreeGrowth, grown_levels
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
+from outrider.engine.growth import LEVEL_ROWS, GrownLevel, Growth
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
@@ -141,6 +143,7 @@ class DeviceEngine(Engine):
                 kv_tokens=pages * PAGE_ROWS if self._bounded else 0,
                 samples=True,
                 restricts=True,
+                grows=group.shard.of == 1,  # only rank 0 has the logits
                 unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
@@ -168,6 +171,13 @@ class DeviceEngine(Engine):
             inputs=self._inputs,
             kernels=kernels,
             group=group,
+            record=lambda work: self._recorder.record(work),
+            device=device,
+        )
+        self._growth = TreeGrowth(
+            min(CANDIDATES, config.vocabulary),
+            inputs=self._inputs,
+            table=self._table,
             record=lambda work: self._recorder.record(work),
             device=device,
         )
@@ -273,6 +283,18 @@ class DeviceEngine(Engine):
         logits.fetch()
         return logits
 
+    def grow(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
+    ) -> tuple[Logits, list[GrownLevel]]:
+        trees = GrowingTree.of(segments, draws, growths)
+        for tree in trees:
+            tree.check(levels, self.rows)
+        rows = {tree.segment.slot: levels * LEVEL_ROWS for tree in trees}
+        logits = self._run(segments, draws, self._growth.candidates, rows)
+        results = self._grow(trees, levels, logits.only_choices)
+        logits.fetch()
+        return logits, grown_levels(results, len(trees))
+
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
         if self._adapters is None:
             raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
@@ -316,21 +338,33 @@ class DeviceEngine(Engine):
                     self._layers_for(count, adapted)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
                     self._choice.record(count, min(candidates, self.vocabulary))
+            for count in reversed(LEVELS) if self.grows else ():
+                self._growth.choose(self._layers_for(count, adapted=False).plan)
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
         check_trees(segments)
         check_adapters(segments, None if self._adapters is None else self._adapters.form)
 
-    def _run(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
-        """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none."""
+    def _run(
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        candidates: int,
+        growing: Mapping[int, int] | None = None,
+    ) -> DeviceLogits:
+        """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none.
+
+        `growing`: rows that will follow in some slots, which overwrite what this call has computed but for its result.
+        """
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             for it in segments:
                 end = it.prefix + it.span
-                self._table.prepare(it.slot, end - len(it.tokens), end)
+                behind = 0 if growing is None else growing.get(it.slot, 0)
+                self._table.prepare(it.slot, end - len(it.tokens), end + behind)
             moves = self._table.take_moves()
             if moves.shape[1] > moves_of(passes[0].layers.plan.rows):
                 self._move(moves)
@@ -346,10 +380,39 @@ class DeviceEngine(Engine):
                     else:
                         prepared.layers.replay()
                     if head is not None:
-                        last = prepared is passes[-1] and index == len(prepared.runs) - 1
+                        last = growing is None and prepared is passes[-1] and index == len(prepared.runs) - 1
                         self._choice.compute(head, run, chosen, result, last=last)
             self._group.finish()
         return result
+
+    def _grow(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
+        """Begin to run further levels. `choices`: the candidates of the first one, None if they are not together.
+
+        Returns what `TreeGrowth.result` does for each level.
+        """
+        if choices is None or not trees or not TreeGrowth.fits(trees):
+            return []
+        growth, outputs = self._growth, TreeGrowth.outputs_of(trees)
+        with torch.inference_mode(), self._current_device():
+            adapted = any(tree.segment.adapter is not None for tree in trees)
+            layers = self._layers_for(TreeGrowth.rows_of(len(trees)), adapted)
+            head = self._choice.head(outputs, growth.candidates)
+            assert head is not None
+            assert head.choices is not None
+            choose = growth.choose(layers.plan)
+            segments = [tree.later(levels) for tree in trees]
+            self._inputs.send(layers.plan, segments, outputs, _NO_MOVES)
+            layers.adapters.send(segments)
+            self._choice.send(outputs, growth.candidates)
+            growth.send(trees, levels)
+            growth.begin(choices, layers.plan.rows)
+            results = []
+            for _ in range(levels):
+                choose()
+                layers.replay()
+                head.replay()
+                results.append(growth.add(head.choices))
+        return results
 
     def _prepare(
         self, parts: Sequence[PassPart], draws: Sequence[Draw | None], candidates: int, first: Sequence[int]

@@ -17,16 +17,19 @@ _LARGEST_U = 1.0 - 2.0**-24
 
 def noise_steps(vocabulary: int, device: torch.device) -> Tensor:
     """Return what each token adds to the noise key of a row: [vocabulary] int64."""
-    return torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device) * _signed(PHI)
+    return torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device) * signed(PHI)
 
 
 def noise_bits(keys: Tensor, steps: Tensor) -> Tensor:
     """Return 32 random bits for each token of each row: [rows] and [vocabulary] int64 -> [rows, vocabulary] int64."""
-    value = keys[:, None] + steps
-    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
-    value = value ^ _shifted(value, 31)
-    return _shifted(value, 32)
+    return _shifted(mixed(keys[:, None] + steps), 32)
+
+
+def mixed(value: Tensor) -> Tensor:
+    """Return what `mix64` makes of each int64."""
+    value = (value ^ _shifted(value, 30)) * signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shifted(value, 27)) * signed(0x94D049BB133111EB)
+    return value ^ _shifted(value, 31)
 
 
 def gumbel(bits: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat(firsts, -1), torch.cat(leads, -1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """Return the 64 bits as a signed integer."""
     return value - 2**64 if value >= 2**63 else value
 

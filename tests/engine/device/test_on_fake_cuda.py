@@ -112,7 +112,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
         folder = make_checkpoint(tmp_path / shape, shape)
         loaded = DeviceEngine.load(folder, device="cpu", dtype="bfloat16", slots=3, rows=200)
         config, refusing = read_config(folder), Refusing()
-        for module in ("input_buffers", "restrictions", "penalties", "adapter_table"):
+        for module in ("input_buffers", "restrictions", "penalties", "adapter_table", "tree_growth"):
             monkeypatch.setattr(f"outrider.engine.device.{module}.Staging", FakeStaging)
         monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
         monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
@@ -138,6 +138,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 engine._layers_for(rows, adapted)
             for candidates in (0, 2, 64):
                 engine._choice.record(rows, candidates)
+            engine._growth.choose(engine._layers_for(16, adapted=False).plan)
         return refusing
 
     return recorded
