@@ -30,6 +30,7 @@ TESTS = (
     "tests/verifier/test_drawn_by_engine.py",
     "tests/drafter/test_ranked_by_engine.py",
     "tests/drafter/test_grown_trees.py",
+    "tests/verifier/test_begun_steps.py",
     "--deselect=tests/verifier/test_drawn_by_engine.py::test_noise_is_not_computed_twice",  # of the compiled sampler
 )
 # The folder's conftest.py is for tests with servers, whose libraries a machine with a GPU need not have.

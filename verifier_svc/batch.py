@@ -44,6 +44,13 @@ class SessionWork:
         """Whether the step commits for this session; a chunk inside a prompt does not."""
         return self.end == len(self.session.tokens)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether its next step is the row of the token that this one chooses, and nothing else, as far as is known."""
+        session = self.session
+        alone = not (self.nodes or self.window.tokens or session.proposes or session.awaited)
+        return alone and self.chooses and self.end - self.start == 1
+
     def add(self, node: Node, score: float, rows: dict[Node, int]) -> None:
         """Adds a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
         its row."""
@@ -95,6 +102,7 @@ class StepBatch:
     began: float = 0.0  # when the forward pass began, by time.monotonic
     seconds: float = 0.0  # that the forward pass took
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
+    begun: bool = False  # the engine began it behind the pass before
     since_last: float = 0.0  # seconds from the commits of the step before to those of this one
     tokens: int = field(init=False)  # rows of the pass
 

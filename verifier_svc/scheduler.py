@@ -34,6 +34,7 @@ from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.node import Node
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor
+from outrider.engine.following import FollowingPass
 from outrider.engine.kv_slots import KvSlots
 from outrider.engine.logits import Logits
 from outrider.errors import Moved, Superseded
@@ -106,6 +107,9 @@ class StepScheduler:
         self.hold_policy = HoldPolicy()
         self.steering = Steering(Governor(PlainPace(cost.points()), pinned=pinned), cost)
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
+        self._begun: StepBatch | None = None  # the step whose pass the engine has begun by itself
+        self._opened = 0  # sessions
+        self._others_wait = False  # sessions that are not in the running pass, and could be in the next one
         self._pass_ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
         self._known_drafters: deque[str] = deque(maxlen=MAX_LISTED)  # the latest that have connected
@@ -139,6 +143,7 @@ class StepScheduler:
         )
         session.fused = self._feature_fuser.open(kv_slot, self._executor)
         self.sessions[session.id] = session
+        self._opened += 1
         self.steering.on_opened(self.sessions.values())
         self.wake()
         return session
@@ -166,6 +171,7 @@ class StepScheduler:
         self._feature_fuser.open(kv_slot, self._executor)
         session = PrefillSession(start, kv_slot, self._engine.vocabulary, self.hold_policy.patterns(greedy=True), None)
         self.sessions[session.id] = session
+        self._opened += 1
         self.wake()
         try:
             if session.ready:
@@ -266,6 +272,8 @@ class StepScheduler:
             self._changed.clear()
             if self._drained is not None:
                 self._close_all(self._drained)
+            if (begun := self._begun_step()) is not None:
+                return begun
             ready = self._prefill_order.sort(self._memory.schedulable(self.sessions.values()))
             if not ready:
                 back_to_back = False
@@ -290,6 +298,15 @@ class StepScheduler:
                 async with asyncio.timeout(hold):
                     await self._changed.wait()
             waited += time.monotonic() - held
+
+    def _begun_step(self) -> StepBatch | None:
+        """Return the step whose pass the engine has begun, without the sessions that have ended since."""
+        begun, self._begun = self._begun, None
+        sessions = [it for it in begun.sessions if it.ready and it.unread == 1] if begun is not None else []
+        if begun is None or not sessions:
+            return None
+        works = [SessionWork(session, session.cached, session.cached + 1) for session in sessions]
+        return StepBatch(works, begun.price, begun.rate, back_to_back=True, begun=True)
 
     def _close_all(self, drained: Callable[[], None]) -> None:
         for session in [*self.sessions.values()]:
@@ -361,17 +378,32 @@ class StepScheduler:
         began = time.monotonic()
         self.progress.begin()
         self._in_pass = step.sessions
-        logits = await self._executor.sample(segments, draws, partial(self._meanwhile, step, draws))
+        meanwhile = partial(self._meanwhile, step, draws)
+        if self._engine.runs_on and all(work.goes_on for work in step.works):
+            logits, slots = await self._executor.run_on(segments, draws, self._following(step), meanwhile)
+            if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
+                self._begun = StepBatch(going_on, step.price, step.rate)
+        else:
+            logits = await self._executor.sample(segments, draws, meanwhile)
         before, self._pass_ended = self._pass_ended, time.monotonic()
         self._in_pass = ()
+        began = before if step.begun else began
         step.began, step.seconds = began, self._pass_ended - began
-        if step.back_to_back:
+        if step.begun:
+            self.times.add(StepTime(step.tokens, step.seconds, 0.0, 0.0))
+        elif step.back_to_back:
             overhead = began - before - step.waited
             self.times.add(StepTime(step.tokens, step.seconds, step.waited, overhead))
             self.cost.observe_overhead(len(step.works), overhead)
         self.progress.end()
         self.cost.observe(step.tokens, step.seconds)
         return logits
+
+    def _following(self, step: StepBatch) -> FollowingPass:
+        """Return what may follow a step's pass at once: the next rows of its sessions, if no other session waits."""
+        opened = self._opened
+        stop_ids = [it.contract.stop_ids if it.room > 1 else None for it in step.sessions]
+        return FollowingPass(lambda: self._opened == opened and not self._others_wait, stop_ids)
 
     def _meanwhile(self, step: StepBatch, draws: Sequence[Draw | None]) -> None:
         """While the pass runs: pauses the drafters that alternate with it, and computes noise and masks."""
@@ -380,6 +412,8 @@ class StepScheduler:
                 self._pause(session)
         make_noise(step, draws)
         make_masks(step)
+        members = {*step.sessions}
+        self._others_wait = any(it.ready and it not in members for it in self.sessions.values())
 
     def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
         """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""

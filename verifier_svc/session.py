@@ -191,6 +191,12 @@ class VerifierSession(DraftedSession):
         """Whether drafters may still send nodes that a step could verify."""
         return self.drafting and not self.terms.resting and self.ceilings.depth > 0 and self.room > 1
 
+    @property
+    def proposes(self) -> bool:
+        """Whether the verifier itself may propose nodes for the next step."""
+        wanted = self.terms.plan.depth > 0 and (self.ngram_proposer is not None or self.heads is not None)
+        return wanted or self.sampler.grammar is not None
+
     def propose_ngrams(self) -> None:
         """Feeds the n-gram proposer new tokens and adds its proposals to the tree, where the verifier has one."""
         if self.ngram_proposer is not None and self.terms.plan.depth and self.ngram_proposer.read(self.tokens):

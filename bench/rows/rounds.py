@@ -1,13 +1,14 @@
 """Speculation in rounds, in this process: draft a tree, verify it in one pass, commit, for several texts at once.
 
 This is the simplest loop over the engine's passes and the rule's walk. It measures the engine alone, without the
-service's network, router, and drafting while a step runs. Its trees are best-first: each level expands the few best new
-nodes, each into its best candidates as the device ranks them, and the nodes with the best scores are verified. Without
-a drafter it is plain decoding.
+service's network, router, and drafting while a step runs. Its trees are best-first: each level expands the few best
+nodes, each into its best candidates as the device ranks them, and the nodes with the best scores are verified. Where
+the drafter's engine grows levels by itself, it does. Without a drafter it is plain decoding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +24,10 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import Logits, LogitsRow, logits_rows
+from outrider.engine.device.tree_growth import MOST_TREES
+from outrider.engine.following import FollowingPass
+from outrider.engine.growth import CHILDREN, LEVEL_ROWS, Growth
+from outrider.engine.logits import BestTokens, Logits, LogitsRow, logits_rows
 from outrider.engine.masks import path_mask, tree_mask
 
 CHUNK = 256  # tokens of a prompt in one pass
@@ -94,8 +98,11 @@ class RoundRunner:
             text.tree = []
         if self._drafter is not None and self._growth is not None:
             self._draft(self._drafter, self._growth, texts)
-        segments = [_verification(text) for text in texts]
-        output = self._target.sample(segments, [text.draw for text in texts])
+        segments, draws = [_verification(text) for text in texts], [text.draw for text in texts]
+        if self._drafter is None and self._target.runs_on:
+            output, _ = self._target.run_on(segments, draws, FollowingPass(lambda: True, [()] * len(texts)))
+        else:
+            output = self._target.sample(segments, draws)
         first = committed = 0
         for text, segment in zip(texts, segments, strict=True):
             committed += self._commit(text, output, first)
@@ -104,6 +111,14 @@ class RoundRunner:
 
     def _draft(self, drafter: DeviceEngine, growth: RoundGrowth, texts: Sequence[RoundText]) -> None:
         """Grow a tree for each text and prune it to the nodes to verify."""
+        if drafter.grows and growth.depth > 1 and len(texts) <= MOST_TREES:
+            _grow_on_device(drafter, growth, texts)
+        else:
+            self._grow_by_levels(drafter, growth, texts)
+        for text in texts:
+            _prune(text, growth.nodes)
+
+    def _grow_by_levels(self, drafter: DeviceEngine, growth: RoundGrowth, texts: Sequence[RoundText]) -> None:
         expanded: list[list[int]] = [[-1] for _ in texts]  # nodes of the level, -1 the root
         used = [0] * len(texts)  # rows in the KV cache after the text
         draws = [text.draw for text in texts]
@@ -121,8 +136,6 @@ class RoundRunner:
                 row += len(mine)
                 used[index] += len(mine) if level else 0
                 expanded[index] = _grow(text, expanded[index], mine, growth)
-        for text in texts:
-            _prune(text, growth.nodes)
 
     def _commit(self, text: RoundText, output: Logits, first: int) -> int:
         parents = [node.parent + 1 for node in text.tree]
@@ -130,7 +143,8 @@ class RoundRunner:
         walk = SharedNoise().walk(rows, _Judge(output, first), SeededRandom(VERIFY))
         behind = text.verified + 1  # the root's own row is committed
         path = np.array(walk.path, np.int64)
-        self._target.move(text.slot, behind + path - 1, behind + np.arange(len(path)))
+        if len(path):
+            self._target.move(text.slot, behind + path - 1, behind + np.arange(len(path)))
         text.verified = behind + len(path)
         if self._drafter is not None:
             kept = [text.tree[row - 1].row for row in walk.path]
@@ -193,14 +207,49 @@ def _grow(text: RoundText, expanded: Sequence[int], rows: Sequence[LogitsRow], g
     """Add the candidates of the expanded nodes to the tree. Returns the nodes to expand next."""
     before = len(text.tree)
     for index, row in zip(expanded, rows, strict=True):
-        best = row.best
-        assert best is not None
-        score, depth = (text.tree[index].score, text.tree[index].depth) if index >= 0 else (0.0, 0)
-        relative = (best.scores - best.scores[0]) / SPREADS[text.contract.greedy]
-        edges = relative - np.log(np.exp(relative).sum())
-        for token, edge in zip(best.tokens[: growth.width].tolist(), edges.tolist(), strict=False):
-            text.tree.append(RoundNode(token, depth + 1, index, score + edge))
+        assert row.best is not None
+        _add_children(text, index, row.best, growth.width)
     return sorted(range(before, len(text.tree)), key=lambda index: -text.tree[index].score)[: growth.beam]
+
+
+def _add_children(text: RoundText, index: int, best: BestTokens, width: int) -> None:
+    score, depth = (text.tree[index].score, text.tree[index].depth) if index >= 0 else (0.0, 0)
+    relative = (best.scores - best.scores[0]) / SPREADS[text.contract.greedy]
+    edges = relative - np.log(np.exp(relative).sum())
+    for token, edge in zip(best.tokens[:width].tolist(), edges.tolist(), strict=False):
+        text.tree.append(RoundNode(token, depth + 1, index, score + edge))
+
+
+def _grow_on_device(drafter: DeviceEngine, growth: RoundGrowth, texts: Sequence[RoundText]) -> None:
+    """Grow a tree for each text in one call. Each level expands as many nodes as the device takes."""
+    grows = [
+        Growth(
+            base=len(text.tokens),
+            log_scores=np.zeros(1),
+            scale=SPREADS[text.contract.greedy],
+            width=min(growth.width, CHILDREN),
+            log_floor=-math.inf,
+            last=len(text.tokens) - 2 + growth.depth,
+        )
+        for text in texts
+    ]
+    output, levels = drafter.grow(
+        [_pending(text) for text in texts], [text.draw for text in texts], grows, growth.depth - 1
+    )
+    for index, text in enumerate(texts):
+        text.drafted = len(text.tokens)
+        first = output.best(index)
+        assert first is not None
+        _add_children(text, -1, first, growth.width)
+        numbered = [-1] * LEVEL_ROWS  # the tree's node of each row
+        for level in levels:
+            for parent, token, best in level.rows(index):
+                above = numbered[parent]
+                node = next((at for at, it in enumerate(text.tree) if (it.parent, it.token) == (above, token)), None)
+                numbered.append(-1 if parent < 0 or node is None else node)
+                if parent >= 0 and node is not None:
+                    text.tree[node].row = len(numbered) - 1 - LEVEL_ROWS
+                    _add_children(text, node, best, growth.width)
 
 
 def _prune(text: RoundText, most: int) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment, check_numbers
 from outrider.engine.features import Features
+from outrider.engine.following import FollowingPass
 from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import ConfigError
@@ -55,6 +56,7 @@ class Traits:
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
     grows: bool = False  # whether `grow` runs several levels of trees in one call
+    runs_on: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
@@ -101,6 +103,17 @@ class Engine(Traits, ABC):
         tokens lead to, from a segment's first row on, which is what a verifier needs.
         """
         return HostLogits(self.forward(segments))
+
+    def run_on(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass
+    ) -> tuple[Logits, frozenset[int]]:
+        """Run one pass as `sample` does for a verifier, and begin the one that follows, if it is wanted then.
+
+        Returns the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
+        that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
+        a change of one of the slots those of this slot. Only for an engine that `runs_on`.
+        """
+        raise NotImplementedError
 
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int

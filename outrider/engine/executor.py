@@ -21,6 +21,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.stats import Ema
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
+from outrider.engine.following import FollowingPass
 from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.engine.logits import Logits
@@ -94,6 +95,16 @@ class Executor:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
         a short one, which it runs itself."""
         return await self._run(segments, lambda: self._engine.sample(segments, draws, best), meanwhile)
+
+    async def run_on(
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        following: FollowingPass,
+        meanwhile: Callable[[], None],
+    ) -> tuple[Logits, frozenset[int]]:
+        """Run one packed pass, and begin the one that follows, see `Engine.run_on`; `meanwhile` as for `sample`."""
+        return await self._run(segments, lambda: self._engine.run_on(segments, draws, following), meanwhile)
 
     async def grow(
         self,

@@ -113,7 +113,7 @@ def test_figures_are_made_of_what_was_measured() -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[DeviceEngine, DeviceEngine]:
-    loading = {"device": "cpu", "dtype": "float32", "slots": 3}
+    loading = {"device": "cpu", "dtype": "float32", "slots": 3, "rows": 330}
     made = [DeviceEngine.load(MODELS / name, **loading) for name in ("target", "drafter")]  # type: ignore[arg-type]
     return made[0], made[1]
 

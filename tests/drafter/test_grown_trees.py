@@ -25,6 +25,7 @@ from outrider.engine.device import DeviceEngine
 from outrider.engine.growth import GrownLevel
 from outrider.engine.logits import Logits
 from tests.e2e.tiny import make_tiny
+from tests.engine.device.taped import DEVICE
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)
 PLAN = Plan(version=1, depth=6, width=3, nodes=64)
@@ -91,7 +92,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *, grows: bool = True) -> Counted:
-    engine = Counted.load(folder, device="cpu", dtype="float32", slots=2)
+    engine = Counted.load(folder, device=DEVICE, dtype="float32", slots=2)
     engine.grows = grows
     return engine  # type: ignore[return-value]
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast, get_args
 
 import numpy as np
@@ -35,6 +36,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.device.adapter_memory import AdapterForm
 from outrider.engine.device.adapter_table import AdaptedPass, AdapterShape, AdapterTable, PlainPass, check_adapters
+from outrider.engine.device.begun_pass import BegunPass, NextRows, PickedLogits, chosen_tokens
 from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.float8 import Float8Weight, linear8
@@ -58,6 +60,7 @@ from outrider.engine.device.tree_growth import LEVELS, GrowingTree, TreeGrowth, 
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
+from outrider.engine.following import FollowingPass
 from outrider.engine.growth import LEVEL_ROWS, GrownLevel, Growth
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
@@ -144,6 +147,7 @@ class DeviceEngine(Engine):
                 samples=True,
                 restricts=True,
                 grows=group.shard.of == 1,  # only rank 0 has the logits
+                runs_on=group.shard.of == 1,
                 unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
@@ -164,6 +168,7 @@ class DeviceEngine(Engine):
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
         self._adapters = None if adapters is None else AdapterTable(adapters, slots, kernels)
         self._layers: dict[tuple[int, bool], _Layers] = {}  # by rows, and whether some have an adapter
+        self._begun: BegunPass | None = None  # behind the last call
         self._choice = TokenChoice(
             config,
             slots,
@@ -279,9 +284,28 @@ class DeviceEngine(Engine):
         return self._run(segments, [None] * len(segments), 0).all()
 
     def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        logits = self._run(segments, draws, max(VERIFIED, min(best, self.vocabulary)) if any(draws) else 0)
-        logits.fetch()
-        return logits
+        logits = None if best else self._take_begun(segments, draws)
+        if logits is not None:
+            logits.source.fetch()
+            return logits
+        found = self._run(segments, draws, max(VERIFIED, min(best, self.vocabulary)) if any(draws) else 0)
+        found.fetch()
+        return found
+
+    def run_on(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass
+    ) -> tuple[Logits, frozenset[int]]:
+        logits = self._take_begun(segments, draws)
+        if logits is None:
+            logits = PickedLogits(self._run(segments, draws, VERIFIED, kept=True), np.arange(len(segments)))
+        rows = NextRows.of(segments, draws, following, self.rows)
+        begin = None if rows is None else self._prepare_following(rows, logits)
+        logits.source.fetch()
+        tokens = None if rows is None or begin is None else chosen_tokens(logits, rows)
+        if rows is None or begin is None or tokens is None or rows.all_end(tokens, following) or not following.wanted():
+            return logits, frozenset()
+        self._begun = BegunPass.of(rows, tokens, begin())
+        return logits, frozenset(self._begun.rows)
 
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
@@ -290,7 +314,7 @@ class DeviceEngine(Engine):
         for tree in trees:
             tree.check(levels, self.rows)
         rows = {tree.segment.slot: levels * LEVEL_ROWS for tree in trees}
-        logits = self._run(segments, draws, self._growth.candidates, rows)
+        logits = self._run(segments, draws, self._growth.candidates, kept=True, growing=rows)
         results = self._grow(trees, levels, logits.only_choices)
         logits.fetch()
         return logits, grown_levels(results, len(trees))
@@ -302,13 +326,16 @@ class DeviceEngine(Engine):
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
+        self._forget_begun(slot)
         self._table.move(slot, source, destination)
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
+        self._forget_begun(target)
         self._table.copy(source, target, rows)
 
     def release(self, slot: int, rows: int) -> None:
+        self._forget_begun(slot)
         self._table.release(slot, rows)
 
     def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
@@ -351,20 +378,23 @@ class DeviceEngine(Engine):
         segments: Sequence[Segment],
         draws: Sequence[Draw | None],
         candidates: int,
-        growing: Mapping[int, int] | None = None,
+        *,
+        kept: bool = False,
+        growing: Mapping[int, int] = MappingProxyType({}),
     ) -> DeviceLogits:
         """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none.
 
-        `growing`: rows that will follow in some slots, which overwrite what this call has computed but for its result.
+        `kept`: further work will follow before the host has read the result; `growing`: rows that this work will write
+        in some slots.
         """
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
+        self._begun = None  # it may be of the same slots
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             for it in segments:
                 end = it.prefix + it.span
-                behind = 0 if growing is None else growing.get(it.slot, 0)
-                self._table.prepare(it.slot, end - len(it.tokens), end + behind)
+                self._table.prepare(it.slot, end - len(it.tokens), end + growing.get(it.slot, 0))
             moves = self._table.take_moves()
             if moves.shape[1] > moves_of(passes[0].layers.plan.rows):
                 self._move(moves)
@@ -380,10 +410,54 @@ class DeviceEngine(Engine):
                     else:
                         prepared.layers.replay()
                     if head is not None:
-                        last = growing is None and prepared is passes[-1] and index == len(prepared.runs) - 1
+                        last = not kept and prepared is passes[-1] and index == len(prepared.runs) - 1
                         self._choice.compute(head, run, chosen, result, last=last)
             self._group.finish()
         return result
+
+    def _take_begun(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> PickedLogits | None:
+        """Return the logits of these rows, if the last call has begun them."""
+        begun, self._begun = self._begun, None
+        return None if begun is None else begun.logits_of(segments, draws)
+
+    def _forget_begun(self, slot: int) -> None:
+        """Have a row that was begun computed anew, because its slot changes."""
+        if self._begun is not None:
+            self._begun.rows.pop(slot, None)
+
+    def _prepare_following(self, rows: NextRows, before: PickedLogits) -> Callable[[], DeviceLogits] | None:
+        """Send what is known of the pass that follows. Returns what begins it; None where it cannot follow.
+
+        Its tokens are taken over on the device, where the pass before writes them.
+        """
+        choices, count = before.source.only_choices, len(rows.segments)
+        if choices is None or count > OUTPUTS[-1] or (self._bounded and self._table.free < 2 * count):
+            return None
+        with torch.inference_mode(), self._current_device():
+            result = DeviceLogits(self.vocabulary, [1] * count)
+            (parts,) = packed(rows.segments)
+            prepared = self._prepare(parts, rows.draws, VERIFIED, result.first)
+            if len(prepared.runs) > 1:
+                return None
+            (run,), (head,) = prepared.runs, prepared.heads
+            assert head is not None
+            for it in rows.segments:
+                self._table.prepare(it.slot, it.prefix, it.prefix + 1)
+            self._move(self._table.take_moves())  # whether the pass begins or not
+            self._inputs.send(prepared.layers.plan, rows.segments, run, _NO_MOVES)
+            prepared.layers.adapters.send(rows.segments)
+            chosen = self._choice.send(run, VERIFIED)
+            tokens = self._inputs.rows(prepared.layers.plan).tokens
+            sources = self._sent(before.rows[rows.sources])
+            tokens[:count] = choices[sources, 0].long().clamp(0, self.vocabulary - 1)
+
+        def begin() -> DeviceLogits:
+            with torch.inference_mode(), self._current_device():
+                prepared.layers.replay()
+                self._choice.compute(head, run, chosen, result, last=False)
+            return result
+
+        return begin
 
     def _grow(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
         """Begin to run further levels. `choices`: the candidates of the first one, None if they are not together.
@@ -501,10 +575,13 @@ class DeviceEngine(Engine):
         copies, rest = moves[:, free], moves[:, ~free]
         parts = [copies[:, at : at + MOST_MOVES] for at in range(0, copies.shape[1], MOST_MOVES)]
         for part in (*parts, rest) if rest.size else parts:
-            host = torch.from_numpy(np.ascontiguousarray(part))
-            # torch keeps pinned memory until the copy has read it.
-            on_device = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-            self._kernels.move(self._cache, *on_device)
+            self._kernels.move(self._cache, *self._sent(np.ascontiguousarray(part)))
+
+    def _sent(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Return numbers that are on their way to the device."""
+        host = torch.from_numpy(numbers)
+        # torch keeps pinned memory until the copy has read it.
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Make this engine's device the current one, which torch keeps for each thread."""

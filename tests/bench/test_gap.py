@@ -1,0 +1,18 @@
+"""The time between passes is measured with the scheduler that serves."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+
+import pytest
+
+from bench.engine.gap import gaps
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_time_between_passes_is_what_the_host_takes(runs_on: bool) -> None:
+    found = asyncio.run(gaps(4, 2.0, 0.6, runs_on=runs_on))
+    assert len(found) > 20
+    assert min(found) >= 0.0
+    assert median(found) < 50.0  # milliseconds
