@@ -29,6 +29,7 @@ TESTS = (
     "tests/engine/device",
     "tests/verifier/test_drawn_by_engine.py",
     "tests/drafter/test_ranked_by_engine.py",
+    "tests/drafter/sessions/test_eagle_session.py",
     "tests/drafter/test_grown_trees.py",
     "tests/verifier/test_begun_steps.py",
     "--deselect=tests/verifier/test_drawn_by_engine.py::test_noise_is_not_computed_twice",  # of the compiled sampler

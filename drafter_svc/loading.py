@@ -54,10 +54,8 @@ def check_settings(config: DrafterConfig) -> None:
             "heads: draft for verifiers of their own target, in one rank; give none of drafts, target, any_target, "
             "layers, skip, tier and tensor_parallel"
         )
-    if config.device != "cpu" or config.backend == "transformers" or config.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(
-            "heads: run on the native backend on a CPU, in float32 or bfloat16; leave out backend, device and dtype"
-        )
+    if config.backend == "transformers" or config.dtype not in ("float32", "bfloat16"):
+        raise ConfigError("heads: run on the native backend, in float32 or bfloat16; leave out backend and dtype")
 
 
 def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
@@ -68,15 +66,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     if config.kv_memory is not None and config.heads is not None:
         raise ConfigError("kv_memory: does not work with heads, whose memory has no bound; leave it out, or heads")
     if config.heads is not None:
-        with requires_torch("heads"):
-            from outrider.engine.heads.eagle_engine import EagleEngine
-        return EagleEngine.load(
-            checkpoint_folder(config.heads),
-            checkpoint_folder(config.model),
-            precise=config.dtype == "float32",
-            slots=config.slots,
-            threads=config.threads,
-        )
+        return _heads_engine(checkpoint_folder(config.heads), config)
     engine = load_engine(
         checkpoint_folder(config.model),
         rows=None if config.context is None else config.context + SCRATCH,
@@ -96,6 +86,20 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         engine.context = min(engine.context, config.context)  # there are no KV rows for more
     if engine.treeless:
         raise ConfigError(f"model: {config.model} cannot draft, for it cannot grow a tree: {engine.treeless}")
+    return engine
+
+
+def _heads_engine(folder: Path, config: DrafterConfig) -> Engine:
+    """Return the engine of a folder's heads. Raises as `load_part`."""
+    target, precise = checkpoint_folder(config.model), config.dtype == "float32"
+    with requires_torch("heads"):
+        from outrider.engine.heads.eagle_engine import EagleEngine
+    if config.device == "cpu":
+        return EagleEngine.load(folder, target, precise=precise, slots=config.slots, threads=config.threads)
+    from outrider.engine.device.eagle import DeviceEagle
+
+    engine = DeviceEagle.load_heads(folder, target, device=config.device, precise=precise, slots=config.slots)
+    engine.record()
     return engine
 
 

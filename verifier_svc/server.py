@@ -185,7 +185,7 @@ def make_feature_fuser(config: VerifierConfig, engine: Engine) -> FeatureFuser:
     with requires_torch("features"):
         from outrider.engine.heads.fusing import load_fusion
     folders = checkpoint_folder(config.features), checkpoint_folder(config.model)
-    fusion = load_fusion(*folders, precise=config.dtype == "float32")
+    fusion = load_fusion(*folders, precise=config.dtype == "float32", device=config.device)
     return HeadFeatureFuser(fusion, engine.hidden, slots=engine.slots, rows=engine.rows)
 
 
@@ -193,6 +193,11 @@ def _wanted_features(config: VerifierConfig, target: Path) -> Features | None:
     """Return the features that passes give beside logits. Raises as `make_head_proposer`."""
     if config.heads is None and config.features is None:
         return None
+    if config.heads is not None and config.device != "cpu":
+        raise ConfigError(
+            f"heads: in a verifier they draft on a CPU alone, not on {config.device}; give them to a drafter, and this "
+            "verifier `features`"
+        )
     with requires_torch("heads, features"):
         from outrider.engine.heads.fusing import check_eagle
         from outrider.engine.heads.loading import check_heads

@@ -111,10 +111,9 @@ def load_engine(
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend do not support a setting.
     """
     native = chosen_backend(path, backend) == "native"
-    if features is not None and (not native or device != "cpu"):
+    if features is not None and not native:
         raise ConfigError(
-            "heads: only the native backend on a CPU gives the hidden states that they draft from; leave heads and "
-            "features out"
+            "heads: only the native backend gives the hidden states that they draft from; leave heads and features out"
         )
     if kv_memory is not None and (why := _why_unbounded(native, device, group)):
         raise ConfigError(f"kv_memory: {why}, which keeps to no bound; leave it out")
@@ -137,6 +136,7 @@ def load_engine(
                 progress=progress,
                 kv_memory=kv_memory,
                 adapters=adapters,
+                features=features,
             )
             if device_engine.kv_tokens:
                 log.info(

@@ -19,7 +19,7 @@ from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_d
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.eager.weights import complex_rotations
-from outrider.engine.heads.checkpoint_io import Network, load_network, save_network
+from outrider.engine.heads.checkpoint_io import Network, _Placed, load_network, save_network
 from outrider.engine.heads.config import KINDS, HeadsConfig, Kind, low_middle_high, make_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.eagle_drafts import CHUNK, EagleDrafts
@@ -322,3 +322,11 @@ def test_low_middle_and_high_are_layers_below_the_last_where_there_are_some(laye
     found = low_middle_high(layers)
     assert all(1 <= layer < max(2, layers) for layer in found)
     assert list(found) == sorted(found)
+
+
+def test_linears_on_a_device_take_and_return_float32() -> None:
+    linear = torch.nn.Linear(5, 3)
+    placed = _Placed(linear, torch.bfloat16, torch.device("cpu"))
+    x = torch.randn(4, 5)
+    expected = torch.nn.functional.linear(x.bfloat16(), linear.weight.bfloat16(), linear.bias.bfloat16())
+    assert torch.equal(placed(x), expected.float())

@@ -54,12 +54,14 @@ from outrider.engine.device.kernels import Kernels, LayerForm
 from outrider.engine.device.kv_memory import pages_for
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
 from outrider.engine.device.page_table import PAGE_ROWS, PageTable, pages_of
+from outrider.engine.device.row_states import RowStates
 from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
 from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.tree_growth import LEVELS, GrowingTree, TreeGrowth, grown_levels
 from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
+from outrider.engine.features import Features
 from outrider.engine.following import FollowingPass
 from outrider.engine.growth import LEVEL_ROWS, GrownLevel, Growth
 from outrider.engine.layer_selection import kept_layers
@@ -121,9 +123,12 @@ class DeviceEngine(Engine):
         kernels: Kernels,
         recorder: Recorder,
         adapters: AdapterShape | None = None,
+        features: Features | None = None,
+        states: RowStates | None = None,
     ) -> None:
         """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together; `adapters`: None: the
-        engine has none."""
+        engine has none; `features`: that passes return; `states`: that the rows of heads continue.
+        """
         dtype = weights.head.dtype
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -147,7 +152,8 @@ class DeviceEngine(Engine):
                 samples=True,
                 restricts=True,
                 grows=group.shard.of == 1,  # only rank 0 has the logits
-                runs_on=group.shard.of == 1,
+                runs_on=group.shard.of == 1 and features is None,
+                features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
@@ -166,6 +172,10 @@ class DeviceEngine(Engine):
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
         self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
+        parts = 0 if features is None else features.parts
+        self._features = torch.zeros(MOST_ROWS if parts else 0, parts, config.width, device=device)
+        self._taken: list[Tensor] = []  # features of the last call's rows
+        self._states = states
         self._adapters = None if adapters is None else AdapterTable(adapters, slots, kernels)
         self._layers: dict[tuple[int, bool], _Layers] = {}  # by rows, and whether some have an adapter
         self._begun: BegunPass | None = None  # behind the last call
@@ -183,6 +193,7 @@ class DeviceEngine(Engine):
             min(CANDIDATES, config.vocabulary),
             inputs=self._inputs,
             table=self._table,
+            states=states,
             record=lambda work: self._recorder.record(work),
             device=device,
         )
@@ -203,6 +214,7 @@ class DeviceEngine(Engine):
         progress: Callable[[float], None] | None = None,
         kv_memory: int | None = None,
         adapters: int = 0,
+        features: Features | None = None,
     ) -> DeviceEngine:
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
@@ -217,18 +229,22 @@ class DeviceEngine(Engine):
         check_device(device)
         weights = Weights(path, progress)
         config = read_config(path)
+        kept = kept_layers(config.layers, layers, skip)
+        if features is not None:
+            features.check(len(kept))
         engine = cls.of(
             weights,
             config,
             read_tokenizer_digest(path),
             device=device,
             dtype=dtype,
-            kept=kept_layers(config.layers, layers, skip),
+            kept=kept,
             slots=slots,
             rows=rows,
             group=group,
             kv_memory=kv_memory,
             adapters=adapters,
+            features=features,
         )
         weights.finish()
         return engine
@@ -248,6 +264,7 @@ class DeviceEngine(Engine):
         group: TensorGroup = ALONE,
         kv_memory: int | None = None,
         adapters: int = 0,
+        features: Features | None = None,
     ) -> DeviceEngine:
         """Make an engine over weights from any source; for the parameters see `load`."""
         check_sizes(slots, rows)
@@ -259,7 +276,7 @@ class DeviceEngine(Engine):
         kept = range(config.layers) if kept is None else kept
         rows = config.context + SCRATCH if rows is None else rows
         part = group.shard.config(replace(config, layers=len(kept)))
-        with torch.inference_mode(), _fitting(torch_device):
+        with torch.inference_mode(), fitting(torch_device):
             weights = load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype))
             shape = None
             if adapters:
@@ -278,6 +295,7 @@ class DeviceEngine(Engine):
                 kernels=kernels,
                 recorder=CudaGraphs(torch_device) if torch_device.type == "cuda" else NoRecorder(),
                 adapters=shape,
+                features=features,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -324,6 +342,9 @@ class DeviceEngine(Engine):
             raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
         return self._adapters.load(folder)
 
+    def hidden(self) -> Tensor:
+        return self._taken[0] if len(self._taken) == 1 else torch.cat(self._taken)
+
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
         self._forget_begun(slot)
@@ -359,7 +380,7 @@ class DeviceEngine(Engine):
         once. Raises ConfigError when the device has too little memory.
         """
         self._group.barrier()
-        with torch.inference_mode(), self._current_device(), _fitting(self.device):
+        with torch.inference_mode(), self._current_device(), fitting(self.device):
             for count in reversed(ROWS):
                 for adapted in (False,) if self._adapters is None else (False, True):
                     self._layers_for(count, adapted)
@@ -389,7 +410,7 @@ class DeviceEngine(Engine):
         """
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
-        self._begun = None  # it may be of the same slots
+        self._begun, self._taken = None, []  # what was begun may be of the same slots
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             for it in segments:
@@ -402,6 +423,7 @@ class DeviceEngine(Engine):
             for prepared in passes:
                 self._inputs.send(prepared.layers.plan, prepared.segments, prepared.runs[0], moves)
                 prepared.layers.adapters.send(prepared.segments)
+                self._send_states(prepared.segments)
                 moves = _NO_MOVES
                 for index, (run, head) in enumerate(zip(prepared.runs, prepared.heads, strict=True)):
                     chosen = self._choice.send(run, candidates)
@@ -412,6 +434,7 @@ class DeviceEngine(Engine):
                     if head is not None:
                         last = not kept and prepared is passes[-1] and index == len(prepared.runs) - 1
                         self._choice.compute(head, run, chosen, result, last=last)
+                self._take_features(prepared, last=prepared is passes[-1])
             self._group.finish()
         return result
 
@@ -477,6 +500,7 @@ class DeviceEngine(Engine):
             segments = [tree.later(levels) for tree in trees]
             self._inputs.send(layers.plan, segments, outputs, _NO_MOVES)
             layers.adapters.send(segments)
+            self._send_states(segments)
             self._choice.send(outputs, growth.candidates)
             growth.send(trees, levels)
             growth.begin(choices, layers.plan.rows)
@@ -487,6 +511,19 @@ class DeviceEngine(Engine):
                 head.replay()
                 results.append(growth.add(head.choices))
         return results
+
+    def _take_features(self, prepared: _Pass, *, last: bool) -> None:
+        """Keep the features of a pass. `last`: nothing of this call overwrites them."""
+        if self.features is None:
+            return
+        used = sum(len(it.tokens) for it in prepared.segments)
+        found = self._features[:used].flatten(1)
+        if not self.features.all_rows:
+            rows = np.concatenate([run.rows for run in prepared.runs])
+            found = found.index_select(0, self._sent(rows))
+        elif not last:
+            found = found.clone()
+        self._taken.append(found)
 
     def _prepare(
         self, parts: Sequence[PassPart], draws: Sequence[Draw | None], candidates: int, first: Sequence[int]
@@ -505,6 +542,7 @@ class DeviceEngine(Engine):
             inputs = self._inputs.rows(plan)
             adapters = self._adapters.of_rows(count) if adapted and self._adapters is not None else PlainPass()
             self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
+            self._send_states([])
             replay = self._recorder.record(lambda: self._compute_layers(plan, inputs, adapters))
             self._layers[count, adapted] = _Layers(plan, adapters, replay)
         return self._layers[count, adapted]
@@ -539,7 +577,20 @@ class DeviceEngine(Engine):
             out = add(part)
             if index < last:
                 normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
+                self._copy_features(hidden, index + 1)
         torch.add(hidden, out, out=self._hidden[: plan.rows])
+        if self.features is not None and not self.features.layers:
+            normed = kernels.norm(self._hidden[: plan.rows], weights.norm, form.eps, torch.float32)
+            self._features[: plan.rows, 0] = normed
+
+    def _copy_features(self, hidden: Tensor, layer: int) -> None:
+        """Copy the output of a layer, the first is 1, to where features are wanted."""
+        for part, wanted in enumerate(() if self.features is None else self.features.layers):
+            if wanted == layer:
+                self._features[: len(hidden), part] = hidden
+
+    def _send_states(self, segments: Sequence[Segment]) -> None:
+        """Begin to copy what the rows of a pass continue, in an engine of heads."""
 
     def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(weight, Float8Weight):
@@ -606,7 +657,7 @@ def _check_capability(device: torch.device, dtype: DeviceDtype) -> None:
 
 
 @contextmanager
-def _fitting(device: torch.device) -> Iterator[None]:
+def fitting(device: torch.device) -> Iterator[None]:
     """Raise ConfigError for what does not fit into a device's memory."""
     try:
         yield

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,16 +29,20 @@ from outrider.engine.device.packing import OUTPUTS, round_up
 from outrider.engine.device.page_table import PageTable
 from outrider.engine.device.restricted_rows import RestrictedRow
 from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
+from outrider.engine.device.row_states import RowStates
 from outrider.engine.device.sampling import mixed, signed
 from outrider.engine.device.staging import FLOAT, INTEGER, SMALL, Staging, placed
 from outrider.engine.device.tree_attention import TREE_COLUMNS, TREE_WORDS, AttentionPlan
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
+from outrider.engine.heads.fed_texts import written_rows
 from outrider.engine.logits import BestTokens
 
 LEVELS = tuple(count for count in OUTPUTS if count % LEVEL_ROWS == 0)  # rows of a level, with padding
 MOST_TREES = LEVELS[-1] // LEVEL_ROWS  # that grow in one call
 _LEVELS = MOST_LEVELS + 1  # with the first
 _KEY_STEP = signed(PHI)
+
+ArrayT = TypeVar("ArrayT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +90,21 @@ class GrowingTree:
         return Segment(self.segment.slot, growth.base, nothing, nothing, mask, None, self.segment.adapter)
 
 
-class _Given(NamedTuple):
+class _Given(NamedTuple, Generic[ArrayT]):
     """What the host sends: of each row of the first level, then of each tree."""
 
-    outputs: Tensor  # [rows] int64, where the row's candidates are among those of the call
-    log_scores: Tensor  # [rows] float64; -inf: there is no row
-    positions: Tensor  # [rows] int64
-    sees: Tensor  # [rows, TREE_WORDS] int32
-    places: Tensor  # [levels, rows] int64, of each further level
-    scales: Tensor  # [trees] float64
-    widths: Tensor  # [trees] int64
-    log_floors: Tensor  # [trees] float64
-    last: Tensor  # [trees] int64
-    columns: Tensor  # [trees] int64, see `GrowingTree.first_column`
-    bases: Tensor  # [trees] int64, of noise keys
+    outputs: ArrayT  # [rows] int64, where the row's candidates are among those of the call
+    log_scores: ArrayT  # [rows] float64; -inf: there is no row
+    positions: ArrayT  # [rows] int64
+    sees: ArrayT  # [rows, TREE_WORDS] int32
+    places: ArrayT  # [levels, rows] int64, of each further level
+    scales: ArrayT  # [trees] float64
+    widths: ArrayT  # [trees] int64
+    log_floors: ArrayT  # [trees] float64
+    last: ArrayT  # [trees] int64
+    columns: ArrayT  # [trees] int64, see `GrowingTree.first_column`
+    bases: ArrayT  # [trees] int64, of noise keys
+    states: ArrayT  # [levels with the first, rows] int64, numbers of the states that the rows compute
 
 
 class TreeGrowth:
@@ -111,10 +116,12 @@ class TreeGrowth:
         *,
         inputs: InputBuffers,
         table: PageTable,
+        states: RowStates | None,
         record: Callable[[Callable[[], None]], Replay],
         device: torch.device,
     ) -> None:
-        """`candidates`: of each row."""
+        """`candidates`: of each row; `states`: that rows continue, in an engine of heads."""
+        self._states = states
         self.candidates = candidates
         self._inputs = inputs
         self._table = table
@@ -133,12 +140,13 @@ class TreeGrowth:
                     (INTEGER, (trees,)),
                     (FLOAT, (trees,)),
                     *((INTEGER, (trees,)) for _ in range(3)),
+                    (INTEGER, (_LEVELS, rows)),
                 ]
             )
         ]
         self._staging = Staging(fields[-1].stop, device)
-        self._arrays = [self._staging.array(it) for it in fields]
-        self._given = _Given(*map(self._staging.tensor, fields))
+        self._host = _Given[NDArray[Any]](*map(self._staging.array, fields))
+        self._given = _Given[Tensor](*map(self._staging.tensor, fields))
         self._stop = fields[-1].stop
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         per_level = LEVEL_ROWS * CHILDREN
@@ -183,30 +191,44 @@ class TreeGrowth:
     def send(self, trees: Sequence[GrowingTree], levels: int) -> None:
         """Begin to copy what the device needs to know of all levels."""
         self._staging.wait()
-        outputs, log_scores, positions, sees, places, scales, widths, log_floors, last, columns, bases = self._arrays
-        log_scores.fill(-np.inf)
-        outputs.fill(0)
-        scales.fill(1.0)
-        sees.fill(0)
+        host = self._host
+        host.log_scores.fill(-np.inf)
+        host.outputs.fill(0)
+        host.scales.fill(1.0)
+        host.sees.fill(0)
         for index, tree in enumerate(trees):
             segment, growth = tree.segment, tree.growth
             count = min(segment.outputs, LEVEL_ROWS)
             rows = slice(index * LEVEL_ROWS, index * LEVEL_ROWS + count)
             at = slice(len(segment.tokens) - segment.outputs, len(segment.tokens) - segment.outputs + count)
-            outputs[rows] = np.arange(tree.first_output, tree.first_output + count)
-            log_scores[rows] = growth.log_scores[:count]
-            positions[rows] = segment.positions[at]
-            sees[rows] = _packed(segment.seen[at, growth.base - segment.prefix :])
-            scales[index], widths[index], log_floors[index] = growth.scale, growth.width, growth.log_floor
-            last[index], columns[index] = growth.last, tree.first_column
-            bases[index] = np.uint64(tree.draw.base).astype(np.int64)
+            host.outputs[rows] = np.arange(tree.first_output, tree.first_output + count)
+            host.log_scores[rows] = growth.log_scores[:count]
+            host.positions[rows] = segment.positions[at]
+            host.sees[rows] = _packed(segment.seen[at, growth.base - segment.prefix :])
+            host.scales[index], host.widths[index] = growth.scale, growth.width
+            host.log_floors[index], host.last[index] = growth.log_floor, growth.last
+            host.columns[index] = tree.first_column
+            host.bases[index] = np.uint64(tree.draw.base).astype(np.int64)
         slots = np.repeat([tree.segment.slot for tree in trees], levels * LEVEL_ROWS)
         ends = [tree.segment.prefix + tree.segment.span for tree in trees]
         cache_rows = np.concatenate([np.arange(end, end + levels * LEVEL_ROWS) for end in ends])
         found = self._table.places(slots, cache_rows).reshape(len(trees), levels, LEVEL_ROWS)
-        places[:levels, : len(trees) * LEVEL_ROWS] = found.transpose(1, 0, 2).reshape(levels, -1)
-        places[:, len(trees) * LEVEL_ROWS :] = 0
+        host.places[:levels, : len(trees) * LEVEL_ROWS] = found.transpose(1, 0, 2).reshape(levels, -1)
+        host.places[:, len(trees) * LEVEL_ROWS :] = 0
+        if self._states is not None:
+            self._lay_states(self._states, trees, cache_rows.reshape(len(trees), levels, LEVEL_ROWS), host.states)
         self._staging.copy((0, self._stop))
+
+    def _lay_states(
+        self, known: RowStates, trees: Sequence[GrowingTree], rows: NDArray[np.int64], states: NDArray[np.int64]
+    ) -> None:
+        """Write the numbers of the states of each level's rows. `rows`: of the slots, [trees, levels, LEVEL_ROWS]."""
+        states.fill(known.unused)
+        for index, tree in enumerate(trees):
+            own = slice(index * LEVEL_ROWS, (index + 1) * LEVEL_ROWS)
+            first = np.array(written_rows(tree.segment)[-tree.segment.outputs :][:LEVEL_ROWS])
+            states[0, own][: len(first)] = known.numbers(tree.segment.slot, first)
+            states[1 : 1 + rows.shape[1], own] = known.numbers(tree.segment.slot, rows[index])
 
     def begin(self, candidates: Tensor, count: int) -> None:
         """Begin with the candidates of the first level. `candidates`: of all outputs of the call; `count`: rows of a
@@ -275,6 +297,10 @@ class TreeGrowth:
         inputs.positions[:count] = position.view(-1)
         inputs.trees[:count] = seen.view(count, -1)
         inputs.places[:count] = given.places.index_select(0, level - 1).view(-1)[:count]
+        if self._states is not None:
+            numbers = given.states[:, :count].reshape(_LEVELS, trees, LEVEL_ROWS).transpose(0, 1).flatten(1)
+            self._states.sources[:count] = numbers.gather(1, parent).view(-1)
+            self._states.targets[:count] = given.states.index_select(0, level).view(-1)[:count]
         outputs.keys[:count] = mixed(given.bases[:trees, None] + (position + 1) * _KEY_STEP).view(-1)
 
 

@@ -19,18 +19,17 @@ from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.eagle_layer import EagleLayer
 from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
+from outrider.engine.heads.fed_texts import FedTexts, parent_rows, written_rows
 from outrider.engine.heads.fusing import check_eagle
 from outrider.engine.heads.loading import heads_dtype
 from outrider.engine.threads import TorchThreads
 
 
 class EagleEngine(Engine):
-    """An engine over EAGLE heads. Row j of a slot is that of token j and the fused features of the token before it.
+    """An engine over EAGLE heads on a CPU.
 
-    `feed` brings the features of a text. A node behind the text has the state that its parent's row has computed
-    instead. Rows without features are left out: they have no KV, and no row sees them. These are the first rows of a
-    text, row 0 always among them, so the KV of a slot begins with its first row that has features. A pass that
-    continues a text drops the nodes behind it, so rows are never moved.
+    `feed` brings the features of a text (`FedTexts`). A node behind the text has the state that its parent's row has
+    computed instead. A pass that continues a text drops the nodes behind it, so rows are never moved.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class EagleEngine(Engine):
         )
         pack_linears(network, dtype)
         self._before = lazy_zeros(slots, rows, shape.width, dtype=torch.bfloat16)  # fused features of the token before
-        self._fed = [(rows, rows)] * slots  # by slot: rows [first, end) of its text have features
-        self._base = [0] * slots  # by slot: the first row that has KV
+        self._texts = FedTexts(slots, rows)
         self._computed: list[dict[int, Tensor]] = [{} for _ in range(slots)]  # by slot and row: its state, [width]
         self._threads = TorchThreads(threads)
 
@@ -92,12 +90,12 @@ class EagleEngine(Engine):
         rows = rows[: max(0, self.rows - start)]
         stop = start + len(rows)
         self._before[slot, start:stop] = torch.from_numpy(rows.astype(np.int16)).view(torch.bfloat16)
-        self._fed[slot] = start if restart else self._fed[slot][0], stop
+        self._texts.feed(slot, start, stop, restart=restart)
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self.check_segments(segments)
         self._threads.prepare()
-        present = [rest for segment in segments if (rest := self._with_features(segment)) is not None]
+        present = [rest for segment in segments if (rest := self._texts.with_features(segment)) is not None]
         if not present:
             return np.empty((0, self.vocabulary), np.float32)
         with torch.inference_mode():
@@ -115,61 +113,28 @@ class EagleEngine(Engine):
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
         with torch.inference_mode():
-            self._layer.copy(source, target, max(0, rows - self._base[source]))
-        self._base[target] = self._base[source]
-
-    def _with_features(self, segment: Segment) -> Segment | None:
-        """Return a segment without the rows that have no features; None: no row is left.
-
-        Where rows are left out, the KV of the rows before them is of no use any more.
-        """
-        slot = segment.slot
-        start = max(segment.prefix, self._fed[slot][0])
-        if max(start, self._base[slot]) > segment.prefix:
-            self._base[slot] = start
-        skipped = start - segment.prefix
-        if not skipped:
-            return segment
-        if skipped > len(segment.tokens) - max(1, segment.outputs):
-            if segment.outputs:
-                raise ValueError(f"segment of slot {slot}: wants rows whose features were not fed")
-            return None
-        mask = None if segment.mask is None else segment.mask[skipped:, skipped:]
-        return Segment(slot, start, segment.tokens[skipped:], segment.positions[skipped:], mask, segment.outputs)
+            self._layer.copy(source, target, self._texts.copy(source, target, rows))
 
     def _layer_segment(self, segment: Segment) -> Segment:
         """Return the segment for the layer, whose row 0 is the slot's first row with KV.
 
         The positions of its rows are those of their features' tokens.
         """
-        before = segment.prefix - self._base[segment.slot]
+        before = segment.prefix - self._texts.base(segment.slot)
         return Segment(segment.slot, before, segment.tokens, segment.positions - 1, segment.mask, segment.outputs)
 
     def _states(self, segment: Segment) -> Tensor:
         """Return the states that a segment's rows continue: [rows, width]."""
-        slot, end = segment.slot, self._fed[segment.slot][1]
-        rows = _rows(segment)
+        slot, end = segment.slot, self._texts.end(segment.slot)
+        rows = written_rows(segment)
         text = self._before[slot, rows.start : min(rows.stop, end)].float()
         if rows.start < end:
             self._computed[slot].clear()  # the text continues, which drops the nodes behind it
-        above = [self._computed[slot][_parent(segment, row)] for row in rows if row >= end]
+        parents = zip(rows, parent_rows(segment), strict=True)
+        above = [self._computed[slot][parent] for row, parent in parents if row >= end]
         return torch.cat([text, torch.stack(above)]) if above else text
 
     def _remember(self, segment: Segment, computed: Tensor) -> None:
         """Store the states of a segment's wanted rows, for the nodes below them."""
-        rows = _rows(segment)
+        rows = written_rows(segment)
         self._computed[segment.slot].update(zip(rows[len(rows) - len(computed) :], computed, strict=True))
-
-
-def _rows(segment: Segment) -> range:
-    """Return the rows of the slot that a segment writes."""
-    stop = segment.prefix + segment.span
-    return range(stop - len(segment.tokens), stop)
-
-
-def _parent(segment: Segment, row: int) -> int:
-    """Return the row before a node's row on its path."""
-    at = row - segment.prefix
-    assert segment.mask is not None
-    seen = np.flatnonzero(segment.mask[at - segment.span + len(segment.tokens), :at])
-    return segment.prefix + int(seen[-1]) if len(seen) else segment.prefix - 1

@@ -51,19 +51,23 @@ def digest_of(weights: str, kind: str, layers: Sequence[int]) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:_BYTES]
 
 
-def load_fusion(folder: Path, target: Path, *, precise: bool) -> Fusion:
-    """Load the fusing of a folder's heads on `target`, without their other weights. Raises as `check_eagle`."""
+def load_fusion(folder: Path, target: Path, *, precise: bool, device: str = "cpu") -> Fusion:
+    """Load the fusing of a folder's heads on `target`, without their other weights. Raises as `check_eagle`.
+
+    `device`: where the features are.
+    """
     shape = check_eagle(folder, target)
     network = load_network(folder)[1]
     assert isinstance(network, Eagle | Eagle3)
     for name, _ in [*network.named_children()]:
         if name != "fuse":
             delattr(network, name)
-    pack_linears(network, heads_dtype(precise=precise))
+    place = torch.device(device)
+    pack_linears(network, heads_dtype(precise=precise, device=place), place)
 
     def fuse(features: Tensor) -> NDArray[np.uint16]:
         with torch.inference_mode():
-            fused: NDArray[np.uint16] = network.enter(features).bfloat16().view(torch.uint16).numpy()
+            fused: NDArray[np.uint16] = network.enter(features).bfloat16().view(torch.uint16).cpu().numpy()
             return fused
 
     return Fusion(fusion_digest(folder), shape.width, fuse)

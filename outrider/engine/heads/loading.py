@@ -9,7 +9,7 @@ import torch
 from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.eager.linear import can_prepack
-from outrider.engine.heads.checkpoint_io import load_network, pack_linears
+from outrider.engine.heads.checkpoint_io import CPU, load_network, pack_linears
 from outrider.engine.heads.config import HeadsConfig, read_heads_config
 from outrider.engine.heads.eagle_drafts import EagleDrafts
 from outrider.engine.heads.embeddings import read_target_embeddings
@@ -73,9 +73,10 @@ def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, co
     return EagleDrafts(network, shape, embeddings, slots=slots, context=context)
 
 
-def heads_dtype(*, precise: bool) -> torch.dtype:
+def heads_dtype(*, precise: bool, device: torch.device = CPU) -> torch.dtype:
     """Return the type in which the linears of heads are read."""
-    return torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
+    possible = device.type != "cpu" or can_prepack(torch.bfloat16)
+    return torch.float32 if precise or not possible else torch.bfloat16
 
 
 def _may_share_tokenizer(shape: HeadsConfig, config: ModelConfig, target: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,14 @@ from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.token_tree import TokenTree
+from outrider.engine.device.eagle import DeviceEagle
 from outrider.engine.heads.config import Kind
 from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import read_target_embeddings
 from outrider.engine.kv_slots import KvSlots
 from outrider.engine.logits import HostLogits, logits_rows
 from outrider.rpc.codec import FeatureRows
+from tests.engine.device.taped import DEVICE, taped
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
 from tests.engine.test_heads import decoded
@@ -48,13 +50,32 @@ class Text:
         return self.fused[start - 1 : stop - 1].view(torch.int16).numpy().view(np.uint16)
 
 
+Loading = Callable[[Path, Path], EagleEngine | DeviceEagle]
+
+
+def on_cpu(folder: Path, target: Path) -> EagleEngine:
+    return EagleEngine.load(folder, target, precise=True, slots=2, threads=1)
+
+
+def on_device(folder: Path, target: Path) -> DeviceEagle:
+    engine = DeviceEagle.load_heads(folder, target, device=DEVICE, precise=True, slots=2)
+    taped(engine)
+    return engine
+
+
+@pytest.fixture(params=[on_cpu, on_device])
+def loading(request: pytest.FixtureRequest) -> Loading:
+    chosen: Loading = request.param
+    return chosen
+
+
 class Rig:
     """A drafter's engine, slots, and one session at a time."""
 
-    def __init__(self, kind: Kind, small: Path, folder: Path) -> None:
+    def __init__(self, kind: Kind, small: Path, folder: Path, loading: Loading) -> None:
         self.shape, self.network = random_heads(kind, small, folder)
         self.ends = read_target_embeddings(small, torch.float32)
-        self.engine = EagleEngine.load(folder, small, precise=True, slots=2, threads=1)
+        self.engine = loading(folder, small)
         self.slots = KvSlots(2)
         self.fits = DrafterFits()
         self.compared = 0
@@ -125,9 +146,9 @@ def entered(network: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("rule", ["shared-noise", "recursive-rejection"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
 def test_every_level_after_every_commit_goes_on_from_true_features(
-    kind: Kind, rule: str, small: Path, tmp_path: Path
+    kind: Kind, rule: str, small: Path, tmp_path: Path, loading: Loading
 ) -> None:
-    rig = Rig(kind, small, tmp_path)
+    rig = Rig(kind, small, tmp_path, loading)
     text = rig.text(120)
     rig.begin(text, 20, rule=rule)
     for count in (1, 3, 1, 9, 2, 1):
@@ -141,9 +162,9 @@ def test_every_level_after_every_commit_goes_on_from_true_features(
     assert rig.compared > 40
 
 
-def test_no_row_attends_to_rows_without_features(small: Path, tmp_path: Path) -> None:
+def test_no_row_attends_to_rows_without_features(small: Path, tmp_path: Path, loading: Loading) -> None:
     """A long text of which the end alone came with features: also where a warm slot holds some of its beginning."""
-    rig = Rig("eagle-3", small, tmp_path)
+    rig = Rig("eagle-3", small, tmp_path, loading)
     text = rig.text(120)
     rig.begin(text, 60, first=41)
     rig.grow(text, 20)
@@ -158,8 +179,10 @@ def test_no_row_attends_to_rows_without_features(small: Path, tmp_path: Path) ->
     rig.grow(text, 3)
 
 
-def test_a_warm_prefix_is_gone_on_from_in_the_same_slot_and_in_another(small: Path, tmp_path: Path) -> None:
-    rig = Rig("eagle-3", small, tmp_path)
+def test_a_warm_prefix_is_gone_on_from_in_the_same_slot_and_in_another(
+    small: Path, tmp_path: Path, loading: Loading
+) -> None:
+    rig = Rig("eagle-3", small, tmp_path, loading)
     text = rig.text(120)
     rig.begin(text, 60)
     rig.grow(text, 12)
@@ -176,8 +199,10 @@ def test_a_warm_prefix_is_gone_on_from_in_the_same_slot_and_in_another(small: Pa
     assert rig.compared > 30
 
 
-def test_what_was_drafted_stays_at_the_upstream_and_is_judged_anew(small: Path, tmp_path: Path) -> None:
-    rig = Rig("eagle", small, tmp_path)
+def test_what_was_drafted_stays_at_the_upstream_and_is_judged_anew(
+    small: Path, tmp_path: Path, loading: Loading
+) -> None:
+    rig = Rig("eagle", small, tmp_path, loading)
     text = rig.text(40)
     rig.begin(text, 20)
     rig.grow(text, 6)

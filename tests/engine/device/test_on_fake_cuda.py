@@ -19,12 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.engine.checkpoints.checkpoint import read_config
-from outrider.engine.device import DeviceEngine, staging, torch_kernels
+from outrider.engine.device import DeviceEngine, eagle, staging, torch_kernels
 from outrider.engine.device.adapter_memory import AdapterForm
 from outrider.engine.device.adapter_table import AdapterShape
 from outrider.engine.device.cuda_graphs import NoRecorder
+from outrider.engine.device.eagle import DeviceEagle
+from outrider.engine.features import Features
+from outrider.engine.heads.config import Kind
+from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.ranks.group import ALONE
 from tests.engine.small_checkpoints import make_checkpoint
+from tests.engine.taught import random_heads
 
 CUDA = torch.device("cuda", 0)
 
@@ -106,18 +111,23 @@ class Refusing(NoRecorder):
         return work
 
 
+def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does on fake tensors what a wheel without CUDA does not, and keeps the host's buffers real."""
+    for module in ("input_buffers", "restrictions", "penalties", "adapter_table", "tree_growth", "row_states"):
+        monkeypatch.setattr(f"outrider.engine.device.{module}.Staging", FakeStaging)
+    monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
+    monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
+    monkeypatch.setattr(FakeTensor, "__invert__", lambda it: it.eq(0), raising=False)
+    monkeypatch.setattr(FakeTensor, "copy_", lambda it, by: torch.ops.aten.copy_(it, by), raising=False)
+
+
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Refusing]:
     def recorded(shape: str, rows: int) -> Refusing:
         folder = make_checkpoint(tmp_path / shape, shape)
         loaded = DeviceEngine.load(folder, device="cpu", dtype="bfloat16", slots=3, rows=200)
         config, refusing = read_config(folder), Refusing()
-        for module in ("input_buffers", "restrictions", "penalties", "adapter_table", "tree_growth"):
-            monkeypatch.setattr(f"outrider.engine.device.{module}.Staging", FakeStaging)
-        monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
-        monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
-        monkeypatch.setattr(FakeTensor, "__invert__", lambda it: it.eq(0), raising=False)
-        monkeypatch.setattr(FakeTensor, "copy_", lambda it, by: torch.ops.aten.copy_(it, by), raising=False)
+        patch(monkeypatch)
         with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
             engine = DeviceEngine(
                 config,
@@ -133,6 +143,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 kernels=torch_kernels,
                 recorder=refusing,
                 adapters=AdapterShape(config, ALONE.shard, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
+                features=Features((1, 2), all_rows=True),
             )
             for adapted in (False, True):
                 engine._layers_for(rows, adapted)
@@ -148,6 +159,29 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 @pytest.mark.parametrize(("shape", "rows"), [("grouped", 4), ("biased", 1), ("qwen3", 48)])
 def test_nothing_of_a_recording_is_on_the_host(recorder: Callable[[str, int], Refusing], shape: str, rows: int) -> None:
     assert recorder(shape, rows).operations > 200
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a capture shows it")
+@pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
+def test_nothing_of_the_recordings_of_heads_is_on_the_host(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, refusing = make_checkpoint(tmp_path / "target"), Refusing()
+    _, network = random_heads(kind, target, tmp_path / "heads")
+    assert isinstance(network, Eagle | Eagle3)
+    loaded = DeviceEagle.load_heads(tmp_path / "heads", target, device="cpu", precise=False, slots=3)
+    patch(monkeypatch)
+    monkeypatch.setattr(eagle, "kernels_for", lambda device: torch_kernels)
+    monkeypatch.setattr(eagle, "CudaGraphs", lambda device: refusing)
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        weights = tree_map(
+            lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, loaded._weights
+        )
+        engine = DeviceEagle(network, loaded._config, weights, b"", device=CUDA, slots=3, rows=200, pages=12)
+        plan = engine._layers_for(16, adapted=False).plan
+        engine._choice.record(16, 64)
+        engine._growth.choose(plan)
+    assert refusing.operations > 150
 
 
 @pytest.mark.parametrize(

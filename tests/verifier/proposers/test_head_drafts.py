@@ -283,8 +283,10 @@ def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(targ
     random_heads("medusa", target, tmp_path)
     with pytest.raises(ConfigError, match="was made for a target whose width is 96"):
         load(VerifierConfig(model=MODELS / "target", heads=tmp_path))
-    with pytest.raises(ConfigError, match="only the native backend on a CPU"):
+    with pytest.raises(ConfigError, match="only the native backend gives"):
         load(VerifierConfig(model=target, heads=tmp_path, backend="transformers"))
+    with pytest.raises(ConfigError, match="on a CPU alone, not on cuda:0; give them to a drafter"):
+        load(VerifierConfig(model=target, heads=tmp_path, device="cuda:0"))
     config = VerifierConfig(model=target, heads=tmp_path, slots=2)
     assert isinstance(make_head_proposer(config, load(config)[0]), SpeculatorProposer)
     config = VerifierConfig(model=target, slots=2)
