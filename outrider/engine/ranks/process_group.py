@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from fcntl import ioctl
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from outrider.engine.ranks.group import RankLost
 from outrider.engine.ranks.sharding import Shard
+from outrider.engine.ranks.symmetric_sums import SymmetricSums, find_symmetric_sums
 
 TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
 RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
@@ -36,6 +38,7 @@ FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
 _LENGTH = 8  # bytes of the length, at the beginning of a message
 _SIOCGIFADDR = 0x8915  # request for an interface's address (Linux)
+_NAME = 256  # bytes of a machine's name
 _TAG = 0  # messages between two ranks arrive in the order in which they were sent
 
 
@@ -79,6 +82,17 @@ class TorchRanks:
             parts = [part, *(torch.empty_like(part) for _ in self._others)]
             self._wait(self._start_receiving(parts))
             return torch.cat(parts, -1)
+
+    def agree(self, own: bool) -> bool:
+        """Return whether all ranks say so."""
+        return all(bool(it) for it in self._exchange(torch.tensor([own])))
+
+    def names(self, own: str) -> list[str]:
+        """Return the names of all ranks' machines."""
+        name = torch.zeros(_NAME, dtype=torch.uint8)
+        encoded = own.encode()[:_NAME]
+        name[: len(encoded)] = torch.tensor([*encoded], dtype=torch.uint8)
+        return [bytes(it.tolist()).rstrip(b"\0").decode(errors="replace") for it in self._exchange(name)]
 
     def finish(self) -> None:
         """Return at once: operations on CPUs are finished when they return."""
@@ -148,7 +162,8 @@ class TorchRanks:
 class CudaRanks(TorchRanks):
     """A group of ranks with one GPU each. Tensors on it go over NCCL, in stream order, without a wait on the host.
 
-    So a recorded pass includes its sums. Messages and signs of life still go over gloo.
+    So a recorded pass includes its sums. Small sums are one kernel where the GPUs read one another's memory
+    (`symmetric_sums`). Messages and signs of life still go over gloo.
     """
 
     def __init__(
@@ -166,10 +181,15 @@ class CudaRanks(TorchRanks):
         torch.cuda.set_device(device)
         with self._raising_rank_lost():
             self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
+        self._symmetric: SymmetricSums | None = None
+        with self._raising_rank_lost():
+            self._symmetric = find_symmetric_sums(self, partial(_symmetric, self._nccl, device), rank, device)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         if part.device.type == "cpu":
             return super().all_reduce(part)
+        if self._symmetric is not None and self._symmetric.fits(part):
+            return self._symmetric.all_reduce(part)
         total = part.to(torch.float32, copy=True)
         with self._raising_rank_lost():
             dist.all_reduce(total, group=self._nccl)
@@ -194,6 +214,13 @@ class CudaRanks(TorchRanks):
         done.record()
         with self._raising_rank_lost():
             wait_for(done.query, self._timeout.total_seconds())
+
+
+def _symmetric(group: Any, device: torch.device) -> SymmetricSums:
+    """Return sums over symmetric memory. Raises RuntimeError and ImportError where there are none."""
+    import torch.distributed._symmetric_memory as symmetric  # not in all builds
+
+    return SymmetricSums(symmetric, group.group_name, device)
 
 
 def wait_for(done: Callable[[], bool], timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -90,3 +91,20 @@ def test_a_device_is_waited_for_and_not_for_ever() -> None:
     assert next(answers, None) is None
     with pytest.raises(TimeoutError, match=r"the device has not finished a pass for 0\.05 s"):
         wait_for(lambda: False, 0.05)
+
+
+def test_ranks_agree_only_if_all_do_and_name_their_machines() -> None:
+    code = (
+        "import sys\n"
+        "from outrider.engine.ranks.process_group import TorchRanks\n"
+        "rank = int(sys.argv[1])\n"
+        "ranks = TorchRanks(rank, 2, sys.argv[2])\n"
+        "names = ranks.names('machine-\u00e9%d' % rank)\n"
+        "print(ranks.agree(True), ranks.agree(rank == 0), names, ranks.names('x' * 300)[0])\n"
+        "ranks.close()\n"
+    )
+    address = meeting_point()
+    command = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert printed == [f"True False ['machine-\u00e90', 'machine-\u00e91'] {'x' * 256}\n"] * 2
