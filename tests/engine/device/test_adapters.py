@@ -172,6 +172,7 @@ def test_all_passes_are_recorded_before_there_is_an_adapter(
 ) -> None:
     monkeypatch.setattr("outrider.engine.device.engine.ROWS", (1, 8))
     monkeypatch.setattr("outrider.engine.device.engine.OUTPUTS", (1, 8))
+    monkeypatch.setattr("outrider.engine.device.engine.LEVELS", (8,))
     monkeypatch.setattr("outrider.engine.device.token_choice.OUTPUTS", (1, 8))
     made = {}
     for adapters in (0, 4):

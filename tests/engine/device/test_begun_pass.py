@@ -19,7 +19,7 @@ from outrider.engine.logits import Logits
 from tests.engine.device.taped import DEVICE, Tapes, taped
 from tests.engine.small_checkpoints import MODELS, prompt
 
-SLOTS, HELD = 6, 130
+SLOTS, HELD = 6, 100
 BASES = [generation_base(seed, 0) for seed in range(SLOTS)]
 
 
@@ -87,7 +87,7 @@ class Texts:
 
 
 def text_of(slot: int) -> list[int]:
-    return np.random.default_rng(slot).integers(0, 500, 20 + 7 * slot).tolist()
+    return np.random.default_rng(slot).integers(0, 500, 10 + 5 * slot).tolist()
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_texts_of_several_contracts_go_on_by_themselves(texts: Texts) -> None:
     plain = [0, 1, 4]
     first = texts.replayed(lambda: texts.step(plain))
     assert texts.begun == {0, 1, 4}
-    for _ in range(70):  # beyond a page
+    for _ in range(60):  # beyond a page
         assert texts.replayed(lambda: texts.step(plain)) == first / 2
     for _ in range(4):
         texts.step([0, 1, 2, 3, 4])

@@ -20,8 +20,11 @@ from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed
 from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
+from outrider.engine.device.tree_growth import LEVELS
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
+from outrider.engine.following import FollowingPass
+from outrider.engine.growth import Growth
 from outrider.engine.masks import tree_mask
 from outrider.errors import ConfigError
 from tests.engine.device.taped import DEVICE, Tapes, taped
@@ -309,7 +312,7 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
 
     engine._recorder = SimpleNamespace(record=record)
     engine.record()
-    recordings = len(ROWS) + 3 * len(OUTPUTS) + 3 * sum(count <= RESTRICTED for count in OUTPUTS)
+    recordings = len(ROWS) + 3 * len(OUTPUTS) + 3 * sum(count <= RESTRICTED for count in OUTPUTS) + len(LEVELS)
     assert len(made) == recordings
     random = np.random.default_rng(1)
     for count in (1, 3, 40, 100):
@@ -320,6 +323,11 @@ def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path)
                 restricted = draw_of(Contract(seed=1, max_tokens=1, **terms), engine)
                 engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [restricted, Draw(1, 1.0)], best)
         engine.move(0, np.array([7, 8]), np.array([5, 6]))
+    segments, draws = [prompt(slot, np.arange(3), wanted=1) for slot in range(2)], [Draw(1, 1.0)] * 2
+    engine.grow(segments, draws, [Growth(3, np.zeros(1), 1.0, 3, -9.0, 99)] * 2, 2)
+    for start in (3, 4):
+        rows = [prompt(slot, np.array([1]), start) for slot in range(2)]
+        engine.run_on(rows, draws, FollowingPass(lambda: True, [()] * 2))
     assert len(made) == recordings
 
 
