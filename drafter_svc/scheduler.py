@@ -41,7 +41,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
 
-GROWN_S = 0.002  # longest time, usually, for which a commit waits because levels run without the host
+GROWN_S = 0.002  # longest time, usually, for which a commit waits because levels run that the engine has grown
 READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds
 EMA_WEIGHT = 0.1  # weight of the latest level in the average time of a level
 
@@ -461,14 +461,14 @@ class DraftScheduler:
 
     def _growths(self, parts: Sequence[LevelPart], draws: Sequence[Draw | None]) -> tuple[list[Growth | None], int]:
         """Return how trees grow behind a level, and for how many levels: the most that one of them is worth."""
-        most = MOST_LEVELS if not self._level_s.mean else min(MOST_LEVELS, int(GROWN_S / self._level_s.mean))
+        beside = MOST_LEVELS if not self._level_s.mean else min(MOST_LEVELS, int(GROWN_S / self._level_s.mean))
         growths: list[Growth | None] = []
         levels = 0
         for part, draw in zip(parts, draws, strict=True):
             relay = self.members[part.key].relay
-            alone = draw is not None and most and not (relay is not None and relay.subscriptions)
-            fits = part.segment.prefix + part.segment.span + most * LEVEL_ROWS <= self._engine.rows
-            found = part.session.growth(part.fits, part.segment, part.nodes, most) if alone and fits else None
+            alone = draw is not None and not (relay is not None and relay.subscriptions)
+            fits = part.segment.prefix + part.segment.span + MOST_LEVELS * LEVEL_ROWS <= self._engine.rows
+            found = part.session.growth(part.fits, part.segment, part.nodes, beside) if alone and fits else None
             growths.append(None if found is None else found[0])
             levels = max(levels, 0 if found is None else found[1])
         return growths, levels

@@ -137,10 +137,12 @@ class DraftSession(Mirror, ABC):
         return None
 
     def growth(
-        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], most: int
+        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], beside: int
     ) -> tuple[Growth, int] | None:
-        """Return how an engine may grow the tree behind a level, and how many levels are worth running, at most `most`.
-        None: it grows level by level.
+        """Return how an engine may grow the tree behind a level, and how many levels are worth running. None: it grows
+        level by level.
+
+        `beside`: the most levels while no step waits for the tree, and so a commit may arrive.
         """
         return None
 

@@ -25,7 +25,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import SCRATCH, Traits
-from outrider.engine.growth import CHILDREN, LEVEL_ROWS, GrownLevel, Growth
+from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
 from outrider.engine.logits import BestTokens, LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds
@@ -95,16 +95,16 @@ class TopKSession(DraftSession):
         return self._add_children(found, fits)
 
     def growth(
-        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], most: int
+        self, fits: DrafterFits, segment: Segment, nodes: Sequence[Node], beside: int
     ) -> tuple[Growth, int] | None:
         """Return the growth of a tree whose nodes are chosen by path score, each as soon as it can be."""
         tree, plan = self.tree, self.plan
         if not (self._shared and self.construction.guesses and nodes) or self.contract.grammar is not None:
             return None
-        if segment.prefix + segment.span - len(self.tokens) + most * LEVEL_ROWS > SCRATCH:
+        if segment.prefix + segment.span - len(self.tokens) + MOST_LEVELS * LEVEL_ROWS > SCRATCH:
             return None  # the level after this one may make room
         width = min(self.construction.width(plan), CHILDREN)
-        most = min(most, plan.depth - 1 - min(map(tree.depth, nodes)))
+        most = min(MOST_LEVELS if self.terms.time_price else beside, plan.depth - 1 - min(map(tree.depth, nodes)))
         if not self.terms.ahead:  # a step has room for so many
             most = min(most, -(-(plan.nodes - len(self._rows) - len(nodes)) // LEVEL_ROWS))
         levels, gain, kept = 0, self.gain(fits, nodes), fits.kept(width)
