@@ -167,7 +167,7 @@ def main(
         print(NOTHING, flush=True)
         return
     with reported():
-        from outrider.engine.device.engine import check_device
+        from outrider.engine.device.devices import check_device
 
         chosen = str(check_device(device or "cuda"))
         for shape in shapes or ():

@@ -58,7 +58,7 @@ def connect_ranks(
     if is_compiled(folder, backend, device):
         return SocketGroup(rank, of, rendezvous, host=host, timeout_s=timeout_s)
     with requires_torch("a model that several ranks share, without the compiled kernels,"):
-        from outrider.engine.device.engine import check_device
+        from outrider.engine.device.devices import check_device
         from outrider.engine.ranks.process_group import CudaRanks, TorchRanks
     address = rendezvous.partition("#")[0]
     if device == "cpu":

@@ -7,29 +7,27 @@ before, which `feed` brings; a node continues what its parent's row has computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import pad
 
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.device.adapter_table import AdaptedPass, PlainPass
 from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder
-from outrider.engine.device.engine import DeviceEngine, check_device, fitting, kernels_for
-from outrider.engine.device.input_buffers import OutputInputs, RowInputs
-from outrider.engine.device.kernels import Kernels
+from outrider.engine.device.devices import check_device, fitting, kernels_for
+from outrider.engine.device.eagle_layers import EagleLayers
+from outrider.engine.device.engine import DeviceEngine
 from outrider.engine.device.kv_memory import pages_for
 from outrider.engine.device.page_table import pages_of
 from outrider.engine.device.row_states import RowStates
-from outrider.engine.device.tree_attention import AttentionPlan
 from outrider.engine.device.weights import DeviceDtype, DeviceLayer, ModelWeights
 from outrider.engine.eager.weights import WeightReader
 from outrider.engine.engine import SCRATCH
@@ -42,8 +40,6 @@ from outrider.engine.logits import HostLogits, Logits
 from outrider.engine.ranks.group import ALONE
 from outrider.engine.ranks.sharding import Shard
 from outrider.errors import ConfigError
-
-Enter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # embeddings and states to the residual and the layer's input
 
 
 class DeviceEagle(DeviceEngine):
@@ -68,6 +64,7 @@ class DeviceEagle(DeviceEngine):
         """`config`: the sizes of the heads, over the ids of the target; `weights`: of their layer, and both embeddings;
         `digest`: of the target's tokenizer.
         """
+        states = RowStates(slots, rows, config.width, weights.head.dtype, device)
         super().__init__(
             config,
             weights,
@@ -79,15 +76,12 @@ class DeviceEagle(DeviceEngine):
             group=ALONE,
             kernels=kernels_for(device),
             recorder=CudaGraphs(device) if device.type == "cuda" else NoRecorder(),
-            states=RowStates(slots, rows, config.width, weights.head.dtype, device),
+            states=states,
+            make_layers=partial(EagleLayers, network, states),
         )
         self.fed_width = config.width
         self.runs_on = False
         self._texts = FedTexts(slots, rows)
-        self._enter = _entry(network, self._kernels, weights.head.dtype, device)
-        self._normed = isinstance(network, Eagle3)
-        # A row's position is that of its features' token.
-        self._cos, self._sin = (torch.cat([table[:1], table[:-1]]) for table in (self._cos, self._sin))
 
     @classmethod
     def load_heads(cls, folder: Path, target: Path, *, device: str, precise: bool, slots: int) -> DeviceEagle:
@@ -176,54 +170,6 @@ class DeviceEagle(DeviceEngine):
     def _send_states(self, segments: Sequence[Segment]) -> None:
         assert self._states is not None
         self._states.send(segments, [self._texts.base(it.slot) for it in segments])
-
-    def _compute_layers(
-        self, plan: AttentionPlan, inputs: RowInputs[Tensor], adapters: PlainPass | AdaptedPass
-    ) -> None:
-        """Compute the states of all rows, with their keys and values."""
-        assert self._states is not None
-        kernels, form, kind = self._kernels, self._form, self._weights.head.dtype
-        (layer,) = self._weights.layers
-        kernels.move(self._cache, *inputs.moves)
-        embedded = embedding(inputs.tokens, self._weights.embedding).float()
-        residual, entered = self._enter(embedded, self._states.read(plan.rows))
-        new = self._linear(entered, layer.qkv, None)
-        queries = kernels.rotate(new, form, self._cos, self._sin, inputs.positions, self._cache[0], inputs.places, None)
-        keys, values = self._cache[0]
-        attended = kernels.attend(
-            queries, keys, values, inputs.tiles, inputs.trees, inputs.pages, plan=plan, buffers=self._attention
-        ).view(plan.rows, -1)
-        normed = kernels.norm(residual, layer.ffn_norm, form.eps, kind, self._linear(attended, layer.output, None))
-        units = kernels.gate(self._linear(normed, layer.gate_up, None))
-        torch.add(residual, self._linear(units, layer.down, None), out=self._hidden[: plan.rows])
-        self._states.write(self._hidden[: plan.rows])
-
-    def _logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
-        if self._normed:
-            return super()._logit_parts(inputs)
-        wanted = self._hidden.index_select(0, inputs.rows)
-        return linear(wanted.to(self._weights.head.dtype), self._weights.head).float()
-
-
-def _entry(network: Eagle | Eagle3, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Enter:
-    """Return what makes the residual stream and the input of attention from embeddings and states."""
-    if isinstance(network, Eagle):
-        weight, bias = (it.detach().to(device, dtype) for it in (network.join.weight, network.join.bias))
-
-        def join(embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            joined = linear(torch.cat([embedded, states], -1).to(dtype), weight, bias)
-            return joined.float(), joined
-
-        return join
-    (token, token_eps), (state, state_eps) = (
-        (it.weight.detach().to(device), it.eps or 0.0) for it in (network.token_norm, network.state_norm)
-    )
-
-    def normalize(embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        parts = kernels.norm(embedded, token, token_eps, dtype), kernels.norm(states, state, state_eps, dtype)
-        return states, torch.cat(parts, -1)
-
-    return normalize
 
 
 def _weights(

@@ -13,12 +13,9 @@ With `device="cpu"` the same code runs on operations of torch and without record
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast, get_args
@@ -27,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding, linear
 
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
@@ -39,26 +35,24 @@ from outrider.engine.device.adapter_table import AdaptedPass, AdapterShape, Adap
 from outrider.engine.device.begun_pass import BegunPass, NextRows, PickedLogits, chosen_tokens
 from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
 from outrider.engine.device.device_logits import DeviceLogits
-from outrider.engine.device.float8 import Float8Weight, linear8
+from outrider.engine.device.devices import check_capability, check_device, fitting, kernels_for
 from outrider.engine.device.input_buffers import (
     MOST_MOVES,
     NO_OUTPUTS,
     InputBuffers,
-    OutputInputs,
     Outputs,
-    RowInputs,
     moves_of,
 )
-from outrider.engine.device.int4 import GroupedInt4Weight, linear4
-from outrider.engine.device.kernels import Kernels, LayerForm
+from outrider.engine.device.kernels import Kernels
 from outrider.engine.device.kv_memory import pages_for
-from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
+from outrider.engine.device.llama_layers import LlamaLayers
+from outrider.engine.device.packing import OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
 from outrider.engine.device.page_table import PAGE_ROWS, PageTable, pages_of
 from outrider.engine.device.row_states import RowStates
 from outrider.engine.device.token_choice import VERIFIED, Head, TokenChoice
-from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
+from outrider.engine.device.tree_attention import AttentionPlan
 from outrider.engine.device.tree_growth import LEVELS, GrowingTree, TreeGrowth, grown_levels
-from outrider.engine.device.weights import DeviceDtype, ModelWeights, Weight, load_weights
+from outrider.engine.device.weights import DeviceDtype, ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
 from outrider.engine.features import Features
@@ -70,14 +64,6 @@ from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
 GREEDY = Draw(0, 0.0)
-C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
-CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {
-    "float8": (8, 9),
-    "bfloat16": (8, 0),
-    "float32": (7, 0),
-    "int4": (8, 0),
-}
-CONVERTED = 2**24  # weights of 8 or 4 bits that are converted at once, for passes of many rows
 _NO_MOVES = np.empty((2, 0), np.int64)
 
 
@@ -125,9 +111,11 @@ class DeviceEngine(Engine):
         adapters: AdapterShape | None = None,
         features: Features | None = None,
         states: RowStates | None = None,
+        make_layers: Callable[..., LlamaLayers] = LlamaLayers,
     ) -> None:
         """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together; `adapters`: None: the
-        engine has none; `features`: that passes return; `states`: that the rows of heads continue.
+        engine has none; `features`: that passes return; `states`: that the rows of heads continue;
+        `make_layers`: called as `LlamaLayers` is.
         """
         dtype = weights.head.dtype
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
@@ -159,21 +147,22 @@ class DeviceEngine(Engine):
         )
         self.device = device
         self._config = config
-        self._form = LayerForm(config.heads, config.kv_heads, config.head_dim, config.eps)
-        self._weights = weights
         self._group = group
         self._kernels = kernels
         self._recorder = recorder
-        table = config.rope.table(self.positions, config.head_dim)
-        self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         plans = [self._plan(count) for count in ROWS]
-        self._attention = AttentionBuffers.of(plans, device)
         self._inputs = InputBuffers(plans[-1], self._table, device)
-        converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
-        self._converted = torch.empty(converted, dtype=dtype, device=device) if converted else None
-        self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
-        parts = 0 if features is None else features.parts
-        self._features = torch.zeros(MOST_ROWS if parts else 0, parts, config.width, device=device)
+        self._model = make_layers(
+            config,
+            weights,
+            self._cache,
+            positions=self.positions,
+            plans=plans,
+            features=features,
+            group=group,
+            kernels=kernels,
+            device=device,
+        )
         self._taken: list[Tensor] = []  # features of the last call's rows
         self._states = states
         self._adapters = None if adapters is None else AdapterTable(adapters, slots, kernels)
@@ -182,7 +171,7 @@ class DeviceEngine(Engine):
         self._choice = TokenChoice(
             config,
             slots,
-            parts=self._logit_parts,
+            parts=self._model.logit_parts,
             inputs=self._inputs,
             kernels=kernels,
             group=group,
@@ -271,7 +260,7 @@ class DeviceEngine(Engine):
         torch_device = check_device(device)
         if dtype not in get_args(DeviceDtype):
             raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16, float8 or int4 with device {device}")
-        _check_capability(torch_device, cast(DeviceDtype, dtype))
+        check_capability(torch_device, cast(DeviceDtype, dtype))
         kernels = kernels_for(torch_device)
         kept = range(config.layers) if kept is None else kept
         rows = config.context + SCRATCH if rows is None else rows
@@ -517,7 +506,7 @@ class DeviceEngine(Engine):
         if self.features is None:
             return
         used = sum(len(it.tokens) for it in prepared.segments)
-        found = self._features[:used].flatten(1)
+        found = self._model.features[:used].flatten(1)
         if not self.features.all_rows:
             rows = np.concatenate([run.rows for run in prepared.runs])
             found = found.index_select(0, self._sent(rows))
@@ -543,74 +532,20 @@ class DeviceEngine(Engine):
             adapters = self._adapters.of_rows(count) if adapted and self._adapters is not None else PlainPass()
             self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
             self._send_states([])
-            replay = self._recorder.record(lambda: self._compute_layers(plan, inputs, adapters))
+            replay = self._recorder.record(lambda: self._model.compute(plan, inputs, adapters))
             self._layers[count, adapted] = _Layers(plan, adapters, replay)
         return self._layers[count, adapted]
-
-    def _compute_layers(
-        self, plan: AttentionPlan, inputs: RowInputs[Tensor], adapters: PlainPass | AdaptedPass
-    ) -> None:
-        """Move cache rows, and compute the residual stream of all rows, with their keys and values."""
-        kernels, weights, form, add = self._kernels, self._weights, self._form, self._group.all_reduce
-        kind, last = weights.head.dtype, len(weights.layers) - 1
-        kernels.move(self._cache, *inputs.moves)
-        hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
-        normed = kernels.norm(hidden, weights.layers[0].attention_norm, form.eps, kind)
-        for index, layer in enumerate(weights.layers):
-            new = self._linear(normed, layer.qkv, layer.qkv_bias)
-            adapters.add(normed, new, index, "qkv")
-            queries = kernels.rotate(
-                new, form, self._cos, self._sin, inputs.positions, self._cache[index], inputs.places, layer.head_norms
-            )
-            keys, values = self._cache[index]
-            attended = kernels.attend(
-                queries, keys, values, inputs.tiles, inputs.trees, inputs.pages, plan=plan, buffers=self._attention
-            ).view(plan.rows, -1)
-            part = self._linear(attended, layer.output, layer.output_bias)
-            adapters.add(attended, part, index, "output")
-            normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, add(part))
-            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
-            adapters.add(normed, gate_up, index, "gate_up")
-            units = kernels.gate(gate_up)
-            part = self._linear(units, layer.down, layer.down_bias)
-            adapters.add(units, part, index, "down")
-            out = add(part)
-            if index < last:
-                normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
-                self._copy_features(hidden, index + 1)
-        torch.add(hidden, out, out=self._hidden[: plan.rows])
-        if self.features is not None and not self.features.layers:
-            normed = kernels.norm(self._hidden[: plan.rows], weights.norm, form.eps, torch.float32)
-            self._features[: plan.rows, 0] = normed
-
-    def _copy_features(self, hidden: Tensor, layer: int) -> None:
-        """Copy the output of a layer, the first is 1, to where features are wanted."""
-        for part, wanted in enumerate(() if self.features is None else self.features.layers):
-            if wanted == layer:
-                self._features[: len(hidden), part] = hidden
 
     def _send_states(self, segments: Sequence[Segment]) -> None:
         """Begin to copy what the rows of a pass continue, in an engine of heads."""
 
-    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        if isinstance(weight, Float8Weight):
-            return linear8(x, weight, bias, self._converted)
-        if isinstance(weight, GroupedInt4Weight):
-            return linear4(x, weight, bias, self._converted)
-        return linear(x, weight, bias)
-
-    def _logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
-        """Return the logits of the rows that want them, in parts to be added; of this rank's ids."""
-        wanted = self._hidden.index_select(0, inputs.rows)
-        return self._kernels.head(wanted, self._weights.norm, self._form.eps, self._weights.head)
-
     def _plan(self, count: int) -> AttentionPlan:
-        form = self._form
+        config = self._config
         return AttentionPlan.of(
             count,
-            heads=form.heads,
-            kv_heads=form.kv_heads,
-            dim=form.head_dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
             dtype=self._cache.dtype,
             segments=2 * self.slots,  # a chain and the tree behind it may be two
             text_pages=pages_of(self.rows),
@@ -640,59 +575,3 @@ class DeviceEngine(Engine):
 
     def _try(self, segment: Segment) -> None:
         self.sample([segment], [GREEDY])
-
-
-def _check_capability(device: torch.device, dtype: DeviceDtype) -> None:
-    """Raise ConfigError when a CUDA device has no arithmetic for a type."""
-    if device.type != "cuda":
-        return
-    has = torch.cuda.get_device_capability(device)
-    if has < (needed := CAPABILITIES[dtype]):
-        possible = next((other for other, least in CAPABILITIES.items() if has >= least), None)
-        advice = "use another device" if possible is None else f"use {possible}"
-        raise ConfigError(
-            f"dtype: {dtype} needs a CUDA device of capability {needed[0]}.{needed[1]}, and {device} has "
-            f"{has[0]}.{has[1]}; {advice}"
-        )
-
-
-@contextmanager
-def fitting(device: torch.device) -> Iterator[None]:
-    """Raise ConfigError for what does not fit into a device's memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        problem = str(error).partition(". ")[0]
-        raise ConfigError(f"device: {device} has too little memory for this model: {problem}; lower slots") from None
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels of a device. Raises ConfigError where a CUDA device lacks what its kernels need."""
-    if device.type == "cpu":
-        from outrider.engine.device import torch_kernels
-
-        return torch_kernels
-    if find_spec("triton") is None:
-        raise ConfigError("device: cuda needs Triton, which comes with torch's builds for CUDA; install one of those")
-    compilers = [os.environ["CC"]] if "CC" in os.environ else C_COMPILERS
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(f"device: cuda needs a C compiler, and there is no {' or '.join(compilers)}; install gcc")
-    from outrider.engine.device import triton_kernels
-
-    return triton_kernels
-
-
-def check_device(name: str) -> torch.device:
-    """Return the device of that name. Raises ConfigError when this machine does not have it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device: is '{name}', must be cpu, cuda, or cuda:N") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise ConfigError(f"device: is '{name}', must be cpu, cuda, or cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise ConfigError(f"device: there is no {name} here: torch sees {count} CUDA device{'' if count == 1 else 's'}")
-    return torch.device("cuda", device.index or 0)

@@ -242,9 +242,9 @@ def merge_into(engine: DeviceEngine, adapter: LowRankAdapter) -> None:
             gate_up=merged(layer.gate_up, adapter.layers[index], GATE_UP),
             down=merged(layer.down, adapter.layers[index], DOWN),
         )
-        for index, layer in enumerate(engine._weights.layers)
+        for index, layer in enumerate(engine._model.weights.layers)
     )
-    engine._weights = engine._weights._replace(layers=layers)
+    engine._model.weights = engine._model.weights._replace(layers=layers)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8", "int4"])

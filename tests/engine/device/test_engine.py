@@ -182,7 +182,12 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
         device._cache[:, :, page, :, :33] = kept
         for buffer in (device._inputs._staging.device, device._inputs._staging.host):
             buffer.fill_(255)
-        for filled in (device._choice.logits, device._hidden, device._attention.accumulators, device._attention.result):
+        for filled in (
+            device._choice.logits,
+            device._model.hidden,
+            device._model.attention.accumulators,
+            device._model.attention.result,
+        ):
             filled.fill_(torch.nan)
         for head in device._choice.heads.values():
             if head.choices is not None:
@@ -203,7 +208,7 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
 
     def places() -> list[int]:
         staging = device._inputs._staging
-        found = [device._cache, device._choice.logits, device._hidden, staging.device, staging.host]
+        found = [device._cache, device._choice.logits, device._model.hidden, staging.device, staging.host]
         found += [head.choices for head in device._choice.heads.values() if head.choices is not None]
         return [it.data_ptr() for it in found]
 

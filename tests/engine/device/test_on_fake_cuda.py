@@ -111,6 +111,10 @@ class Refusing(NoRecorder):
         return work
 
 
+def on_cuda(weights: Any) -> Any:
+    return tree_map(lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, weights)
+
+
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does on fake tensors what a wheel without CUDA does not, and keeps the host's buffers real."""
     for module in ("input_buffers", "restrictions", "penalties", "adapter_table", "tree_growth", "row_states"):
@@ -132,7 +136,8 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
             engine = DeviceEngine(
                 config,
                 tree_map(
-                    lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, loaded._weights
+                    lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it,
+                    loaded._model.weights,
                 ),
                 b"",
                 device=CUDA,
@@ -174,9 +179,7 @@ def test_nothing_of_the_recordings_of_heads_is_on_the_host(
     monkeypatch.setattr(eagle, "kernels_for", lambda device: torch_kernels)
     monkeypatch.setattr(eagle, "CudaGraphs", lambda device: refusing)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
-        weights = tree_map(
-            lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it, loaded._weights
-        )
+        weights = on_cuda(loaded._model.weights)
         engine = DeviceEagle(network, loaded._config, weights, b"", device=CUDA, slots=3, rows=200, pages=12)
         plan = engine._layers_for(16, adapted=False).plan
         engine._choice.record(16, 64)

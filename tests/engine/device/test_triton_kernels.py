@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.device import engine
-from outrider.engine.device.engine import kernels_for
+from outrider.engine.device import devices
+from outrider.engine.device.devices import kernels_for
 from outrider.errors import ConfigError
 from tests.engine.device import triton_kernel_cases as cases
 from tests.engine.device.interpreter import runner
@@ -82,7 +82,7 @@ def test_choices_in_place(run: Run) -> None:
 
 def test_cuda_without_what_kernels_are_compiled_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs Triton"):
         kernels_for(cuda)
     monkeypatch.undo()
