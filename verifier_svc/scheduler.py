@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
+from outrider.core.control.arm import Arm
 from outrider.core.control.budget import CostModel, VerificationBudget, choose_budget
-from outrider.core.control.governor import Arm, Governor
+from outrider.core.control.governor import Governor
 from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace

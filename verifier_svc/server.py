@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc.aio
 
 from outrider.config import VerifierConfig
+from outrider.core.control.arm import Arm
 from outrider.core.control.budget import CostModel
-from outrider.core.control.governor import Arm
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.prefix_keys import pack_keys
 from outrider.core.session.speculation_status import printable

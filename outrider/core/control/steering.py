@@ -6,9 +6,10 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from outrider.core.control.arm import StepOutcome, VerifierLoad
 from outrider.core.control.budget import CostModel
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import Governor, StepOutcome, VerifierLoad
+from outrider.core.control.governor import Governor
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import StepWork
 from outrider.core.session.contract import Overlap

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from outrider.core.control.governor import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arm import PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import StepWork
 from tests.core.control.plant import Plant, Speedup

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from outrider.core.control.arm import PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.budget import CostModel
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import PLAIN, Arm, Governor, StepOutcome, VerifierLoad
+from outrider.core.control.governor import Governor
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace, StepWork
 from outrider.core.control.steering import SessionTokens, Steering
