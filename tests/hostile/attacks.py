@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -101,6 +101,29 @@ class Attacker:
         finally:
             stream.cancel()
         return answers
+
+    async def stream(self, messages: Iterable[bytes], *, reads: bool, held_s: float) -> None:
+        """Open a stream of answers, send the messages, and hold it; without reading, what is sent piles up here."""
+        channel = self._channels[next(self._turn) % CHANNELS]
+        metadata = (("authorization", f"Bearer {self.target.key}"),)
+        stream: Any = channel.stream_stream(f"{SERVICE}/Answers")(metadata=metadata, timeout=CALL_S)
+        self.outcome.begun += 1
+        try:
+            async with asyncio.timeout(held_s):
+                for message in messages:
+                    await stream.write(message)
+                while reads and (answer := await stream.read()) is not grpc.aio.EOF:
+                    self.receive(answer)
+                await asyncio.sleep(held_s)
+        except TimeoutError:
+            self.codes["Answers held"] += 1
+        except asyncio.InvalidStateError:  # it has ended, and there was more to send
+            self.codes["Answers ended"] += 1
+        except grpc.aio.AioRpcError as error:
+            self.receive((error.details() or "").encode())
+            self.codes[f"Answers {error.code().name}"] += 1
+        finally:
+            stream.cancel()
 
     async def post(self, body: bytes, *, key: str | None = None, pause_s: float = 0.0) -> None:
         """Post a completion to the gateway; with a pause, a byte at a time."""
@@ -320,6 +343,38 @@ async def _resumes(attacker: Attacker) -> None:
     await attacker.at_once(40, lambda _: attacker.call("Resume", resume))
 
 
+async def _answers(attacker: Attacker) -> None:
+    """Streams of answers: whose first message names none, that take what was never sent, and that nobody reads."""
+    names = [bytes([number]) * 16 for number in range(256)]
+    firsts = (
+        b"",
+        b"\xff" * 1000,
+        b"x" * MIB,
+        *(pb.AnswersRequest(stream=b"x" * size).SerializeToString() for size in (1, 17, MIB)),
+    )
+    taken = pb.AnswersRequest(handles=[*range(1, 5001)], taken=[2**64 - 1] * 5000).SerializeToString()
+    uneven = pb.AnswersRequest(handles=[1, 2], taken=[0]).SerializeToString()
+
+    async def garbage(number: int) -> None:
+        await attacker.stream([firsts[number % len(firsts)]], reads=True, held_s=1.0)
+
+    async def takes(number: int) -> None:
+        name = pb.AnswersRequest(stream=names[number % 256]).SerializeToString()
+        await attacker.stream([name, *[taken] * 20, uneven], reads=True, held_s=1.0)
+
+    async def unread(number: int) -> None:
+        name = random.randbytes(16)
+        held = asyncio.create_task(
+            attacker.stream([pb.AnswersRequest(stream=name).SerializeToString()], reads=False, held_s=10.0)
+        )
+        await asyncio.sleep(0.05)
+        route = pb.AnswerRoute(stream=name, handle=1)
+        long = pb.GenerateRequest(text="x", sampling=TO_THE_END, route=route).SerializeToString()
+        await asyncio.gather(held, attacker.call("Generate", long))
+
+    await asyncio.gather(attacker.at_once(40, garbage), attacker.at_once(40, takes), attacker.at_once(40, unread))
+
+
 async def _long_prompts(attacker: Attacker) -> None:
     """Prompts that no verifier has read before."""
 
@@ -360,6 +415,7 @@ ATTACKS: dict[str, Attack] = {
     "spying": _spying,
     "storage": _storage,
     "resumes": _resumes,
+    "answers": _answers,
     "long-prompts": _long_prompts,
 }
 
