@@ -109,6 +109,7 @@ class StepScheduler:
         self.steering = Steering(Governor(PlainPace(cost.points()), pinned=pinned), cost)
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._begun: StepBatch | None = None  # the step whose pass the engine has begun by itself
+        self._unlearned: Callable[[], None] | None = None  # learns from the latest step
         self._opened = 0  # sessions
         self._others_wait = False  # sessions that are not in the running pass, and could be in the next one
         self._pass_ended = 0.0  # when the last pass ended
@@ -253,8 +254,10 @@ class StepScheduler:
                 self._head_proposer.store(step, walks, self._executor)
                 await self._feature_fuser.store(step, walks, self._executor)
                 commits = self._commit(step, walks)
-                await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
-                self._learn(step, commits)
+                self._unlearned = partial(self._learn, step, commits)
+                if not self._engine.apart:  # else commits are sent, and learned from, while the next pass runs
+                    await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
+                    self._learn_latest()
                 await self._head_proposer.draft(step, self._executor)
         finally:
             self._stopped = True
@@ -277,6 +280,7 @@ class StepScheduler:
                 return begun
             ready = self._prefill_order.sort(self._memory.schedulable(self.sessions.values()))
             if not ready:
+                self._learn_latest()
                 back_to_back = False
                 await self._executor.wait_idle(self._changed)
                 continue
@@ -413,6 +417,7 @@ class StepScheduler:
                 self._pause(session)
         make_noise(step, draws)
         make_masks(step)
+        self._learn_latest()
         members = {*step.sessions}
         self._others_wait = any(it.ready and it not in members for it in self.sessions.values())
 
@@ -450,6 +455,12 @@ class StepScheduler:
             self._publish(work.session, commit.position, [choice.token for choice in commit.choices])
         step.since_last, self._committed = now - self._committed, now
         return commits
+
+    def _learn_latest(self) -> None:
+        """Learns from the latest step, unless that is done."""
+        learn, self._unlearned = self._unlearned, None
+        if learn is not None:
+            learn()
 
     def _learn(self, step: StepBatch, commits: Sequence[SessionCommit]) -> None:
         """Learns from a step whose commits have been sent, and counts it."""

@@ -68,6 +68,7 @@ class Clock(Engine):
                 kv_bytes=1,
                 samples=True,
                 restricts=True,
+                apart=True,
                 runs_on=runs_on,
             )
         )

@@ -56,6 +56,7 @@ class Traits:
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
     grows: bool = False  # whether `grow` runs several levels of trees in one call
+    apart: bool = False  # whether passes leave the processors to the host
     runs_on: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features

@@ -18,6 +18,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.logits import Logits
 from tests.e2e.tiny import make_tiny
 from tests.engine.device.taped import DEVICE
+from verifier_svc.batch import StepBatch
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
@@ -169,4 +170,26 @@ async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) ->
     await asyncio.sleep(0.05)
     assert session.commits.moved
     assert len(session.tokens) == committed
+    await rig.close()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_each_step_is_learned_from_once_and_the_last_one_before_a_rest(
+    apart: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[float] = []
+    learn = StepScheduler._learn
+
+    def counted(loop: StepScheduler, step: StepBatch, commits: Sequence[Any]) -> None:
+        learned.append(step.began)
+        learn(loop, step, commits)
+
+    monkeypatch.setattr(StepScheduler, "_learn", counted)
+    rig = Rig(folder, runs_on=True)
+    rig.engine.apart = apart
+    for number in range(2):
+        session = rig.open(number, temperature=0.0, max_tokens=20)
+        await rig.until(lambda session=session: session.finished)  # type: ignore[misc]
+        await rig.until(lambda: len(learned) == len(rig.calls))
+    assert learned == sorted(set(learned))
     await rig.close()

@@ -139,6 +139,7 @@ class DeviceEngine(Engine):
                 kv_tokens=pages * PAGE_ROWS if self._bounded else 0,
                 samples=True,
                 restricts=True,
+                apart=device.type == "cuda",
                 grows=group.shard.of == 1,  # only rank 0 has the logits
                 runs_on=group.shard.of == 1 and features is None,
                 features=features,
