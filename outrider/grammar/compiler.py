@@ -176,6 +176,7 @@ class _State:
         self._eos_ids = eos_ids
         self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}  # by path
         self._forced: list[int] | None = None
+        self._firsts: dict[tuple[int, ...], int | None] = {}  # of what is forced, by path
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]:
         key = tuple(path)
@@ -190,15 +191,34 @@ class _State:
         key = tuple(path)
         if key in self._masks or token in self._eos_ids:  # an end is no token that the matcher could take back
             return bool(self.allowed(key)[token])
-        followed = self._matcher.try_consume_tokens([*key, token])
-        if followed:
-            self._matcher.rollback(followed)
-        return followed > len(key)
+        followed = self._matcher.try_consume_tokens(list(key)) if key else 0
+        try:
+            if followed < len(key):
+                return False
+            forced = self._forced_after(key)
+            if forced is not None:  # the mask, too, divides a text that has to follow in one way alone
+                return token == forced
+            follows = self._matcher.try_consume_tokens([token])
+            if follows:
+                self._matcher.rollback(follows)
+            return follows > 0
+        finally:
+            if followed:
+                self._matcher.rollback(followed)
+
+    def _forced_after(self, path: tuple[int, ...]) -> int | None:
+        """Return the first token of the text that has to follow `path`, which the matcher has taken."""
+        if path not in self._firsts:
+            if len(self._firsts) >= KEPT_MASKS:
+                self._firsts.clear()
+            self._firsts[path] = next(iter(self._matcher.compute_ff_tokens()), None)
+        return self._firsts[path]
 
     def extend(self, tokens: Sequence[int]) -> None:
         if tokens:
             self._matcher.try_consume_tokens(list(tokens))  # what is behind an end that was ignored changes nothing
             self._masks.clear()
+            self._firsts.clear()
             self._forced = None
 
     def forced(self) -> list[int]:

@@ -158,6 +158,21 @@ def test_one_token_is_asked_about_without_a_mask(compiler: GrammarCompiler) -> N
     assert state.allows(text[:1], text[1])  # it is where it was
 
 
+@pytest.mark.parametrize("length", range(0, 12, 3))
+def test_a_token_is_asked_about_as_the_mask_has_it(compiler: GrammarCompiler, length: int) -> None:
+    """A text that has to follow is divided as the tokenizer does it, also where its first letter alone is a token."""
+    grammar = Grammar("lark", 'start: "<tool_call>" /[a-z]{3}/ "</tool_call>"')
+    text = ids("<tool_call>abc</tool_call>")
+    beside = 0
+    for place in range(len(text)):
+        known, path = text[: max(0, place - length)], text[max(0, place - length) : place]
+        mask = compiler.start(grammar, known).allowed(path)
+        state = compiler.start(grammar, known)
+        assert [state.allows(path, token) for token in range(VOCABULARY)] == mask.tolist()
+        beside += int(mask.sum() == 1 and mask[text[place]])
+    assert beside > 2
+
+
 def allowed(
     compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int], path: Sequence[int]
 ) -> NDArray[np.int64]:
