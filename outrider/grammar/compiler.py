@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -191,20 +192,14 @@ class _State:
         key = tuple(path)
         if key in self._masks or token in self._eos_ids:  # an end is no token that the matcher could take back
             return bool(self.allowed(key)[token])
-        followed = self._matcher.try_consume_tokens(list(key)) if key else 0
-        try:
-            if followed < len(key):
+        with self._behind(key) as followed:
+            if not followed:
                 return False
             forced = self._forced_after(key)
             if forced is not None:  # the mask, too, divides a text that has to follow in one way alone
                 return token == forced
-            follows = self._matcher.try_consume_tokens([token])
-            if follows:
-                self._matcher.rollback(follows)
-            return follows > 0
-        finally:
-            if followed:
-                self._matcher.rollback(followed)
+            with self._behind((token,)) as follows:
+                return follows
 
     def _forced_after(self, path: tuple[int, ...]) -> int | None:
         """Return the first token of the text that has to follow `path`, which the matcher has taken."""
@@ -227,12 +222,18 @@ class _State:
         return self._forced
 
     def _compute(self, path: tuple[int, ...]) -> NDArray[np.bool_]:
-        followed = self._matcher.try_consume_tokens(list(path)) if path else 0
-        try:
-            if followed < len(path):
+        with self._behind(path) as followed:
+            if not followed:
                 return np.zeros(self._vocabulary, np.bool_)
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+
+    @contextmanager
+    def _behind(self, path: Sequence[int]) -> Iterator[bool]:
+        """Have the matcher take a path meanwhile. Yields whether it may follow."""
+        taken = self._matcher.try_consume_tokens(list(path)) if path else 0
+        try:
+            yield taken == len(path)
         finally:
-            if followed:
-                self._matcher.rollback(followed)
+            if taken:
+                self._matcher.rollback(taken)
