@@ -49,3 +49,8 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """Return what records the passes of a device."""
+    return CudaGraphs(device) if device.type == "cuda" else NoRecorder()

@@ -21,7 +21,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder
+from outrider.engine.device.cuda_graphs import recorder_for
 from outrider.engine.device.devices import check_device, fitting, kernels_for
 from outrider.engine.device.eagle_layers import EagleLayers
 from outrider.engine.device.engine import DeviceEngine
@@ -75,7 +75,7 @@ class DeviceEagle(DeviceEngine):
             pages=pages,
             group=ALONE,
             kernels=kernels_for(device),
-            recorder=CudaGraphs(device) if device.type == "cuda" else NoRecorder(),
+            recorder=recorder_for(device),
             states=states,
             make_layers=partial(EagleLayers, network, states),
         )

@@ -33,7 +33,7 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_co
 from outrider.engine.device.adapter_memory import AdapterForm
 from outrider.engine.device.adapter_table import AdaptedPass, AdapterShape, AdapterTable, PlainPass, check_adapters
 from outrider.engine.device.begun_pass import BegunPass, NextRows, PickedLogits, chosen_tokens
-from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
+from outrider.engine.device.cuda_graphs import Recorder, Replay, recorder_for
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.devices import check_capability, check_device, fitting, kernels_for
 from outrider.engine.device.input_buffers import (
@@ -283,7 +283,7 @@ class DeviceEngine(Engine):
                 pages=pages_for(torch_device, part, weights.head.dtype, slots, rows, kv_memory, group, reserved),
                 group=group,
                 kernels=kernels,
-                recorder=CudaGraphs(torch_device) if torch_device.type == "cuda" else NoRecorder(),
+                recorder=recorder_for(torch_device),
                 adapters=shape,
                 features=features,
             )
@@ -475,7 +475,7 @@ class DeviceEngine(Engine):
     def _grow(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
         """Begin to run further levels. `choices`: the candidates of the first one, None if they are not together.
 
-        Returns what `TreeGrowth.result` does for each level.
+        Returns what `TreeGrowth.add` does for each level.
         """
         if choices is None or not trees or not TreeGrowth.fits(trees):
             return []

@@ -280,11 +280,11 @@ def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int
     tiles[: len(laid)] = laid
     tiles[len(laid) :] = 0
     if masks:
-        _pack(masks, trees)
+        pack_masks(masks, trees)
     return len(laid)
 
 
-def _pack(placed: Sequence[tuple[int, NDArray[np.bool_]]], trees: NDArray[np.int32]) -> None:
+def pack_masks(placed: Sequence[tuple[int, NDArray[np.bool_]]], trees: NDArray[np.int32]) -> None:
     """Write the bits of masks, each behind its first row: the lowest bit of a row's first word is column 0."""
     width = max(mask.shape[1] for _, mask in placed)
     if width > 32 * trees.shape[1]:

@@ -32,7 +32,7 @@ from outrider.engine.device.restrictions import OUTPUTS as RESTRICTED
 from outrider.engine.device.row_states import RowStates
 from outrider.engine.device.sampling import mixed, signed
 from outrider.engine.device.staging import FLOAT, INTEGER, SMALL, Staging, placed
-from outrider.engine.device.tree_attention import TREE_COLUMNS, TREE_WORDS, AttentionPlan
+from outrider.engine.device.tree_attention import TREE_COLUMNS, TREE_WORDS, AttentionPlan, pack_masks
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
 from outrider.engine.heads.fed_texts import written_rows
 from outrider.engine.logits import BestTokens
@@ -126,7 +126,6 @@ class TreeGrowth:
         self._inputs = inputs
         self._table = table
         self._record = record
-        self._device = device
         rows, trees = MOST_TREES * LEVEL_ROWS, MOST_TREES
         fields = [
             *placed(
@@ -196,6 +195,7 @@ class TreeGrowth:
         host.outputs.fill(0)
         host.scales.fill(1.0)
         host.sees.fill(0)
+        masks: list[tuple[int, NDArray[np.bool_]]] = []
         for index, tree in enumerate(trees):
             segment, growth = tree.segment, tree.growth
             count = min(segment.outputs, LEVEL_ROWS)
@@ -204,11 +204,14 @@ class TreeGrowth:
             host.outputs[rows] = np.arange(tree.first_output, tree.first_output + count)
             host.log_scores[rows] = growth.log_scores[:count]
             host.positions[rows] = segment.positions[at]
-            host.sees[rows] = _packed(segment.seen[at, growth.base - segment.prefix :])
+            if tree.first_column:  # else the rows see nothing but what all see
+                masks.append((rows.start, segment.seen[at, growth.base - segment.prefix :]))
             host.scales[index], host.widths[index] = growth.scale, growth.width
             host.log_floors[index], host.last[index] = growth.log_floor, growth.last
             host.columns[index] = tree.first_column
             host.bases[index] = np.uint64(tree.draw.base).astype(np.int64)
+        if masks:
+            pack_masks(masks, host.sees)
         slots = np.repeat([tree.segment.slot for tree in trees], levels * LEVEL_ROWS)
         ends = [tree.segment.prefix + tree.segment.span for tree in trees]
         cache_rows = np.concatenate([np.arange(end, end + levels * LEVEL_ROWS) for end in ends])
@@ -322,10 +325,3 @@ def _shares(scores: Tensor, scales: Tensor) -> Tensor:
     relative = torch.where(torch.isfinite(first), scores - first, -torch.inf)
     shares = (relative / scales.repeat_interleave(LEVEL_ROWS)[:, None]).log_softmax(-1)
     return torch.where(torch.isnan(shares), -torch.inf, shares)
-
-
-def _packed(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the bits of rows, the lowest of a row's first word for column 0: [rows, TREE_WORDS]."""
-    bits = np.zeros((len(seen), TREE_COLUMNS), np.bool_)
-    bits[:, : seen.shape[1]] = seen
-    return np.packbits(bits, axis=1, bitorder="little").view("<i4")

@@ -177,7 +177,7 @@ def test_nothing_of_the_recordings_of_heads_is_on_the_host(
     loaded = DeviceEagle.load_heads(tmp_path / "heads", target, device="cpu", precise=False, slots=3)
     patch(monkeypatch)
     monkeypatch.setattr(eagle, "kernels_for", lambda device: torch_kernels)
-    monkeypatch.setattr(eagle, "CudaGraphs", lambda device: refusing)
+    monkeypatch.setattr(eagle, "recorder_for", lambda device: refusing)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         weights = on_cuda(loaded._model.weights)
         engine = DeviceEagle(network, loaded._config, weights, b"", device=CUDA, slots=3, rows=200, pages=12)
