@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.adapters.low_rank import MODULES
+from outrider.engine.engine import Engine
+from tests.engine.small_checkpoints import Reference, adapted, assert_same, make_checkpoint, prompt, random_tokens
 
 
 @contextmanager
@@ -60,3 +62,26 @@ def adapted_logits(checkpoint: Path, adapter: Path, tokens: NDArray[np.int64]) -
         adapted = load_peft(checkpoint, adapter).double()
         found: NDArray[np.float64] = adapted(torch.tensor([tokens.tolist()])).logits[0].numpy()
     return found
+
+
+def make_adapters(checkpoint: Path, folder: Path) -> list[Path]:
+    """An adapter of all linears, and those of some with other ranks."""
+    of_some: list[dict[str, Any]] = [
+        {},
+        {"modules": ("q_proj", "v_proj"), "rank": 20},
+        {"modules": ("k_proj", "gate_proj", "down_proj"), "rank": 33},
+    ]
+    return [make_adapter(checkpoint, folder / str(seed), seed=seed, **changes) for seed, changes in enumerate(of_some)]
+
+
+def assert_logits_of_peft(load: Callable[[Path], Engine], shape: str, folder: Path) -> None:
+    """An engine's logits with an adapter of all linears are PEFT's, for a shape of model."""
+    checkpoint = make_checkpoint(folder / "model", shape)
+    adapter = make_adapter(checkpoint, folder / "adapter")
+    engine = load(checkpoint)
+    text = random_tokens(engine, np.random.default_rng(1), 50)
+    changed, read = engine.load_adapter(adapter)
+    assert read.rank == 4
+    expected = adapted_logits(checkpoint, adapter, text)
+    assert np.abs(expected - Reference.load(checkpoint).logits(text)).max() > 0.5  # the adapter has an effect
+    assert_same(engine.forward([adapted(prompt(0, text), changed)]), expected)

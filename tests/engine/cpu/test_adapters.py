@@ -21,10 +21,9 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.features import Features
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
-from tests.engine.small_adapters import adapted_logits, make_adapter
+from tests.engine.small_adapters import adapted_logits, assert_logits_of_peft, make_adapter, make_adapters
 from tests.engine.small_checkpoints import (
     SHAPES,
-    Reference,
     Tree,
     adapted,
     assert_same,
@@ -52,27 +51,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """An adapter of all linears, and those of some with other ranks."""
-    folder = tmp_path_factory.mktemp("adapters")
-    return [
-        make_adapter(checkpoint, folder / str(seed), seed=seed, modules=modules, rank=rank)
-        for seed, (modules, rank) in enumerate(
-            [((*SOME[0], *SOME[1], *SOME[2], *SOME[3]), 4), (SOME[0], 20), (SOME[3], 33)]
-        )
-    ]
+    return make_adapters(checkpoint, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_peft(shape: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", shape)
-    adapter = make_adapter(folder, tmp_path / "adapter")
-    engine = load(folder)
-    text = random_tokens(engine, np.random.default_rng(1), 50)
-    changed, read = engine.load_adapter(adapter)
-    assert read.rank == 4
-    expected = adapted_logits(folder, adapter, text)
-    assert np.abs(expected - Reference.load(folder).logits(text)).max() > 0.5  # the adapter has an effect
-    assert_same(engine.forward([adapted(prompt(0, text), changed)]), expected)
+    assert_logits_of_peft(load, shape, tmp_path)
 
 
 @pytest.mark.parametrize(

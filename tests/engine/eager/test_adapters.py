@@ -17,7 +17,13 @@ from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Dtype, Engine
 from outrider.engine.features import Features
 from outrider.errors import CheckpointError
-from tests.engine.small_adapters import adapted_logits, load_peft, make_adapter, quiet
+from tests.engine.small_adapters import (
+    assert_logits_of_peft,
+    load_peft,
+    make_adapter,
+    make_adapters,
+    quiet,
+)
 from tests.engine.small_checkpoints import (
     SHAPES,
     Reference,
@@ -57,27 +63,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """An adapter of all linears, and those of some with other ranks."""
-    folder = tmp_path_factory.mktemp("adapters")
-    of_some: list[dict[str, Any]] = [
-        {},
-        {"modules": ("q_proj", "v_proj"), "rank": 20},
-        {"modules": ("k_proj", "gate_proj", "down_proj"), "rank": 33},
-    ]
-    return [make_adapter(checkpoint, folder / str(seed), seed=seed, **changes) for seed, changes in enumerate(of_some)]
+    return make_adapters(checkpoint, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_peft(shape: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", shape)
-    adapter = make_adapter(folder, tmp_path / "adapter")
-    engine = load(folder)
-    text = random_tokens(engine, np.random.default_rng(1), 50)
-    changed, read = engine.load_adapter(adapter)
-    assert read.rank == 4
-    expected = adapted_logits(folder, adapter, text)
-    assert np.abs(expected - Reference.load(folder).logits(text)).max() > 0.5  # the adapter has an effect
-    assert_same(engine.forward([adapted(prompt(0, text), changed)]), expected)
+    assert_logits_of_peft(load, shape, tmp_path)
 
 
 def test_logits_are_those_of_merged_weights(checkpoint: Path, folders: list[Path], tmp_path: Path) -> None:
