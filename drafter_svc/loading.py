@@ -96,9 +96,9 @@ def _heads_engine(folder: Path, config: DrafterConfig) -> Engine:
         from outrider.engine.heads.eagle_engine import EagleEngine
     if config.device == "cpu":
         return EagleEngine.load(folder, target, precise=precise, slots=config.slots, threads=config.threads)
-    from outrider.engine.device.eagle import DeviceEagle
+    from outrider.engine.device.fed_eagle import FedEagle
 
-    engine = DeviceEagle.load_heads(folder, target, device=config.device, precise=precise, slots=config.slots)
+    engine = FedEagle.load_heads(folder, target, device=config.device, precise=precise, slots=config.slots)
     engine.record()
     return engine
 

@@ -120,8 +120,10 @@ class StepBatch:
         return StepFigures(self.began, self.seconds, self.waited, self.tokens, len(self.works), self.price)
 
 
-def kept_rows(step: StepBatch, walks: Sequence[Walk | None], *, every: bool) -> Iterator[tuple[SessionWork, list[int]]]:
-    """For each session that goes on, yield the pass's feature rows that belong to committed tokens.
+def kept_rows(
+    step: StepBatch, walks: Sequence[Walk | None], *, every: bool
+) -> Iterator[tuple[SessionWork, Walk | None, list[int]]]:
+    """For each session that goes on, yield its walk, and the pass's feature rows that belong to committed tokens.
 
     `every`: the pass gives features of every row; otherwise only of rows with logits, and the last committed row is
     given.
@@ -136,7 +138,7 @@ def kept_rows(step: StepBatch, walks: Sequence[Walk | None], *, every: bool) -> 
         else:
             rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
         if rows and not work.session.finished:
-            yield work, [first + row for row in rows]
+            yield work, walked, [first + row for row in rows]
         first += count
 
 

@@ -81,7 +81,7 @@ class HeadFeatureFuser(FeatureFuser):
         taken: list[int] = []
         targets: list[tuple[int, int, int]] = []
         ends: list[tuple[FusedFeatures, int]] = []
-        for work, rows in kept_rows(step, walks, every=True):
+        for work, _, rows in kept_rows(step, walks, every=True):
             fused, start, end = work.session.fused, work.start, work.start + len(rows)
             if fused is not None:
                 start = max(start, min(fused.known, end))  # what is read again is known: drafters may be reading it

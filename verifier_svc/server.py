@@ -168,7 +168,7 @@ def make_head_proposer(config: VerifierConfig, engine: Engine) -> HeadProposer:
         return NoHeadProposer()
     with requires_torch("heads"):
         from outrider.engine.heads.loading import load_speculator
-    speculator = load_speculator(
+    speculator = engine.speculator or load_speculator(
         checkpoint_folder(config.heads),
         checkpoint_folder(config.model),
         precise=config.dtype == "float32",
@@ -193,15 +193,13 @@ def _wanted_features(config: VerifierConfig, target: Path) -> Features | None:
     """Return the features that passes give beside logits. Raises as `make_head_proposer`."""
     if config.heads is None and config.features is None:
         return None
-    if config.heads is not None and config.device != "cpu":
-        raise ConfigError(
-            f"heads: in a verifier they draft on a CPU alone, not on {config.device}; give them to a drafter, and this "
-            "verifier `features`"
-        )
     with requires_torch("heads, features"):
         from outrider.engine.heads.fusing import check_eagle
         from outrider.engine.heads.loading import check_heads
-    drafting = check_heads(checkpoint_folder(config.heads), target).features if config.heads else None
+    shape = check_heads(checkpoint_folder(config.heads), target) if config.heads else None
+    if shape is not None and config.device != "cpu" and not shape.eagle:
+        raise ConfigError(f"heads: {shape.kind} heads draft on a CPU alone, not on {config.device}; take EAGLE heads")
+    drafting = shape.features if shape else None
     fused = check_eagle(checkpoint_folder(config.features), target).features if config.features else None
     if drafting and fused and drafting != fused:
         raise ConfigError(
@@ -233,6 +231,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """Return a rank's part of the target. Raises CheckpointError, and ConfigError for what this machine lacks."""
     rows = None if config.context is None else config.context + SCRATCH
     folder = checkpoint_folder(config.model)
+    beside = config.heads if config.device != "cpu" and group.shard.rank == 0 else None
     engine = load_engine(
         folder,
         backend=config.backend,
@@ -246,6 +245,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         features=_wanted_features(config, folder),
         kv_memory=config.kv_memory,
         adapters=config.max_adapters if config.adapters else 0,
+        heads=None if beside is None else checkpoint_folder(beside),
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no KV rows for more

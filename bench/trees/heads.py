@@ -14,7 +14,7 @@ from outrider.engine.checkpoints.checkpoint import read_json
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.heads.config import KEY, read_heads_config
 from outrider.engine.heads.loading import load_speculator
-from outrider.engine.heads.speculator import HeadNodes, HeadRoot
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 
 MAX_TOKENS = 1024  # of a text
 
@@ -56,7 +56,7 @@ class HeadRows:
         self._engine.forward([Segment(0, 0, np.array(text, np.int64), np.arange(count, dtype=np.int64))])
         self._features = self._engine.hidden().clone()
         self._speculator.open_slot(0, None, 0)
-        self._speculator.add_features(0, 0, self._features)
+        self._speculator.add_features(self._features, [KeptFeatures(0, 0, range(count), text)])
 
     def root(self, position: int) -> None:
         """Let paths begin after the text's token at `position`, which must be 1 or more: heads need a feature before
@@ -81,13 +81,14 @@ class HeadRows:
             logits = self._speculator.expand([HeadNodes(self._rows[path[:-1]][0], path[-1]) for path in level])
             first = len(self._rows)
             self._rows.update(
-                (path, (first + at, row)) for at, (path, row) in enumerate(zip(level, logits, strict=True))
+                (path, (first + at, row.logits)) for at, (path, row) in enumerate(zip(level, logits, strict=True))
             )
 
     def _begin(self) -> None:
         latest = self._root - 1
-        self._speculator.add_features(0, latest, self._features[latest : self._root])
-        logits = None
-        while logits is None:  # a long text is read in parts
-            (logits,) = self._speculator.begin([HeadRoot(0, self._text[: self._root + 1])])
-        self._rows[()] = 0, logits
+        kept = KeptFeatures(0, latest, [latest], self._text[latest : self._root + 1])
+        self._speculator.add_features(self._features, [kept])
+        row = None
+        while row is None:  # a long text is read in parts
+            (row,), _ = self._speculator.begin([HeadRoot(0, self._text[: self._root + 1])])
+        self._rows[()] = 0, row.logits

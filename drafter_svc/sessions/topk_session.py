@@ -12,7 +12,6 @@ from drafter_svc.sessions.session import DraftSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
 from outrider.core.construction.expansion import (
-    CANDIDATES,
     LOWEST_SCORE,
     RESEND_THRESHOLD,
     Candidates,
@@ -24,9 +23,10 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
+from outrider.engine.candidates import known_candidates, row_candidates
 from outrider.engine.engine import SCRATCH, Traits
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
-from outrider.engine.logits import BestTokens, LogitsRow
+from outrider.engine.logits import LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds
 _NO_NODE = Node(-1, -1, None, 0.0)  # of cache rows whose node is not in the tree
@@ -90,7 +90,9 @@ class TopKSession(DraftSession):
             node.expanded = True
         # A guessed node may just have been found not to be worth expanding.
         found = (
-            (node, self._candidates(node, row)) for node, row in zip(nodes, rows, strict=True) if self.tree.holds(node)
+            (node, row_candidates(row, self.sampler, self.tree.path(node), self.usable, noised=self._shared))
+            for node, row in zip(nodes, rows, strict=True)
+            if self.tree.holds(node)
         )
         return self._add_children(found, fits)
 
@@ -122,7 +124,7 @@ class TopKSession(DraftSession):
         for parent, token, best in level.rows(tree):
             above = numbered[parent] if parent >= 0 else None
             node = None if above is None else above.children.get(token)
-            candidates = None if node is None or node.expanded else self._known(best)
+            candidates = None if node is None or node.expanded else known_candidates(best, self.usable)
             if node is None or candidates is None:
                 numbered.append(None)
                 self._hold([_NO_NODE])
@@ -209,19 +211,6 @@ class TopKSession(DraftSession):
             self.rescore([child for child in node.children.values() if child.names], fits)
             added += self._propose(node, row, fits, terms)
         return self.announce(added)
-
-    def _candidates(self, node: Node, row: LogitsRow) -> Candidates:
-        best = row.best
-        known = None if best is None else self._known(best)
-        if known is not None:
-            return known
-        logits, path = row.logits[: self.usable], self.tree.path(node)
-        return Candidates(*self.sampler.leading(logits, path, CANDIDATES, noised=self._shared))
-
-    def _known(self, best: BestTokens) -> Candidates | None:
-        """Return those of an engine's candidates that are some, None if there is none: others are padding."""
-        known = np.isfinite(best.scores) & (best.tokens < self.usable)
-        return Candidates(best.tokens[known], best.scores[known]) if known.any() else None
 
     def _propose(self, node: Node, row: Candidates, fits: DrafterFits, terms: TreeTerms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))

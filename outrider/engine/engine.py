@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.engine.adapters.low_rank import LowRankAdapter
+    from outrider.engine.heads.speculator import Speculator
 
 Numerics = Literal["fast", "invariant"]
 Dtype = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # of the layers' linears
@@ -84,6 +85,8 @@ class Engine(Traits, ABC):
 
     A slot needs no opening: a pass never sees rows beyond those that its segment names.
     """
+
+    speculator: Speculator | None = None  # heads that were loaded with the engine
 
     def __init__(self, traits: Traits) -> None:
         super().__init__(**{field.name: getattr(traits, field.name) for field in fields(Traits)})

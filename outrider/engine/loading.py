@@ -101,12 +101,13 @@ def load_engine(
     progress: Callable[[float], None] | None = None,
     kv_memory: int | None = None,
     adapters: int = 0,
+    heads: Path | None = None,
 ) -> Engine:
     """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
     `numerics`: "invariant" requires that a token's logits have the same bits in every pass; the compiled kernels
     guarantee that in any case. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; on a CPU they
-    need no preparation.
+    need no preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
 
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend do not support a setting.
     """
@@ -122,7 +123,7 @@ def load_engine(
     if native:
         if device != "cpu":
             with requires_torch(f"device {device}"):
-                from outrider.engine.device import DeviceEngine
+                from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
             device_engine = DeviceEngine.load(
                 path,
                 device=device,
@@ -137,7 +138,10 @@ def load_engine(
                 kv_memory=kv_memory,
                 adapters=adapters,
                 features=features,
+                heads=heads,
             )
+            if heads is not None:
+                DeviceEagleDrafts(device_engine)
             if device_engine.kv_tokens:
                 log.info(
                     "%s: memory holds the KV of %d tokens: %.1f of %d texts of %d tokens at once; where it is full, "

@@ -19,7 +19,7 @@ import torch
 
 from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.device import DeviceEngine
+from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks.group import ALONE, Group, RankLost
@@ -49,7 +49,13 @@ def load(folder: Path, group: Group, loading: dict[str, Any]) -> Engine:
     if "device" not in loading:
         return load_engine(folder, group=group, **loading)
     assert isinstance(group, TorchRanks)
-    return DeviceEngine.load(folder, group=group, **{key: value for key, value in loading.items() if key != "threads"})
+    left_out = ("threads",) if group.shard.rank == 0 else ("threads", "heads")
+    engine = DeviceEngine.load(
+        folder, group=group, **{it: value for it, value in loading.items() if it not in left_out}
+    )
+    if engine.eagle is not None:
+        DeviceEagleDrafts(engine)
+    return engine
 
 
 def follow_along(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.eager.weights import complex_rotations
 from outrider.engine.features import Features
 from outrider.engine.heads.checkpoint_io import Network, make_network, save_network
-from outrider.engine.heads.config import HeadsConfig, Kind, make_heads_config
+from outrider.engine.heads.config import HeadsConfig, Kind, make_heads_config, read_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
+from tests.engine.device.taped import DEVICE
 from tests.engine.small_checkpoints import prompt
 
 DEPTH = 4
@@ -125,3 +128,11 @@ def _train(network: Network, loss: object) -> None:
         now = loss()  # type: ignore[operator]
         now.backward()
         optimizer.step()
+
+
+def target_with_heads(target: Path, heads: Path, **terms: Any) -> DeviceEngine:
+    """A target on a device, with EAGLE heads beside it."""
+    features = read_heads_config(heads).features
+    engine = DeviceEngine.load(target, device=DEVICE, dtype="float32", features=features, heads=heads, **terms)
+    DeviceEagleDrafts(engine)
+    return engine

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,34 +18,59 @@ from torch import Tensor
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.device import DeviceEagleDrafts
 from outrider.engine.eager.weights import complex_rotations
 from outrider.engine.heads.checkpoint_io import Network, _Placed, load_network, save_network
 from outrider.engine.heads.config import KINDS, HeadsConfig, Kind, low_middle_high, make_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
-from outrider.engine.heads.eagle_drafts import CHUNK, EagleDrafts
+from outrider.engine.heads.eagle_drafts import CHUNK
 from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.loading import MOST_PADDING, check_heads, load_speculator
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures, Speculator
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.families import make_family
 from tests.engine.small_checkpoints import MODELS, make_checkpoint
-from tests.engine.taught import random_heads
+from tests.engine.taught import random_heads, target_with_heads
 
 TARGET = MODELS / "target"
 CONTEXT = 256  # of the small target
 
 
+def on_cpu(folder: Path, target: Path) -> Speculator:
+    return load_speculator(folder, target, precise=True, slots=4, context=CONTEXT)
+
+
+def on_device(folder: Path, target: Path) -> Speculator:
+    speculator = target_with_heads(target, folder, slots=4).speculator
+    assert speculator is not None
+    return speculator
+
+
+Loading = Callable[[Path, Path], Speculator]
+BOTH = pytest.mark.parametrize(
+    ("kind", "loading"),
+    [(kind, on_cpu) for kind in KINDS] + [(kind, on_device) for kind in ("eagle", "eagle-3")],
+)
+
+
 class Case:
     """Heads of one kind on a small target: as they draft, and as their network computes it."""
 
-    def __init__(self, kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, target: Path, folder: Path, *, own_head: bool = False, loading: Loading = on_cpu
+    ) -> None:
         self.shape, self.network = random_heads(kind, target, folder, own_head=own_head)
         self.ends: TargetEmbeddings = read_target_embeddings(target, torch.float32)
-        self.speculator: Speculator = load_speculator(folder, target, precise=True, slots=4, context=CONTEXT)
+        self.speculator: Speculator = loading(folder, target)
         self.random = np.random.default_rng(5)
+
+    def open(self, slot: int, source: int | None, rows: int, text: tuple[list[int], Tensor]) -> None:
+        """Begin a session over a text, of which the slot or another one has the first rows."""
+        open_slot(self.speculator, slot, source, rows)
+        add(self.speculator, slot, rows, text)
 
     def text(self, count: int) -> tuple[list[int], Tensor]:
         """Tokens, and features as if the target had computed them."""
@@ -57,6 +82,23 @@ class Case:
         """The slow reference: after a text and a path of drafted tokens, from the beginning."""
         with torch.no_grad():
             return decoded(self.shape, self.network, self.ends, tokens, features, path)
+
+
+def open_slot(speculator: Speculator, slot: int, source: int | None, rows: int) -> None:
+    if isinstance(speculator, DeviceEagleDrafts):
+        speculator.release(slot, rows if source is None else 0)
+        if source is not None:
+            speculator.copy(source, slot, rows)
+    speculator.open_slot(slot, source, rows)
+
+
+def add(
+    speculator: Speculator, slot: int, start: int, text: tuple[Sequence[int], Tensor], stop: int | None = None
+) -> None:
+    """Add features of rows [start, stop), None: of all but the last."""
+    tokens, features = text
+    stop = len(tokens) - 1 if stop is None else stop
+    speculator.add_features(features, [KeptFeatures(slot, start, range(start, stop), tokens[start : stop + 1])])
 
 
 def decoded(
@@ -88,18 +130,18 @@ def decoded(
 
 def draft_trees(case: Case, texts: dict[int, tuple[list[int], Tensor]], levels: int) -> None:
     """A round over all slots, in which every level expands nodes of the ones before; all as the reference."""
-    rows = case.speculator.begin([HeadRoot(slot, tokens) for slot, (tokens, _) in texts.items()])
+    rows, _ = case.speculator.begin([HeadRoot(slot, tokens) for slot, (tokens, _) in texts.items()])
     known: list[tuple[int, tuple[int, ...]]] = [(slot, ()) for slot in texts]
     for (slot, path), row in zip(known, rows, strict=True):
         assert row is not None
-        check(case, texts[slot], path, row)
+        check(case, texts[slot], path, row.logits)
     for level in range(levels):
         lately = [number for number, (_, path) in enumerate(known) if len(path) <= level]
         parents = case.random.choice(lately, 5).tolist()
         nodes = [HeadNodes(parent, int(case.random.integers(case.shape.vocabulary))) for parent in parents]
         new = [(known[node.parent][0], (*known[node.parent][1], node.token)) for node in nodes]
         for (slot, path), row in zip(new, case.speculator.expand(nodes), strict=True):
-            check(case, texts[slot], path, row)
+            check(case, texts[slot], path, row.logits)
         known += new
 
 
@@ -114,38 +156,37 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("own_head", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@BOTH
 def test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time(
-    kind: Kind, own_head: bool, small: Path, tmp_path: Path
+    kind: Kind, loading: Loading, own_head: bool, small: Path, tmp_path: Path
 ) -> None:
-    case = Case(kind, small, tmp_path, own_head=own_head)
+    case = Case(kind, small, tmp_path, own_head=own_head, loading=loading)
     texts = {slot: case.text(size) for slot, size in ((2, 17), (0, 40), (3, 2))}
-    for slot, (_, features) in texts.items():
-        case.speculator.open_slot(slot, None, 0)
-        case.speculator.add_features(slot, 0, features[:-1])
+    for slot, (tokens, features) in texts.items():
+        case.open(slot, None, 0, (tokens, features))
     draft_trees(case, texts, levels=case.speculator.depth - 1)
     for slot, (tokens, features) in texts.items():  # commits, of which nothing that was drafted is left
         more, true = case.text(3)
         texts[slot] = [*tokens, *more], torch.cat([features, true])
-        case.speculator.add_features(slot, len(tokens) - 1, texts[slot][1][len(tokens) - 1 : -1])
+        add(case.speculator, slot, len(tokens) - 1, texts[slot])
     draft_trees(case, texts, levels=case.speculator.depth - 1)
 
 
+@pytest.mark.parametrize("loading", [on_cpu, on_device])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(kind: Kind, small: Path, tmp_path: Path) -> None:
+def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(
+    kind: Kind, loading: Loading, small: Path, tmp_path: Path
+) -> None:
     """In the same slot, behind a part of it, and in another that was copied from: the rest is another text."""
-    case = Case(kind, small, tmp_path)
+    case = Case(kind, small, tmp_path, loading=loading)
     tokens, features = case.text(30)
-    case.speculator.open_slot(0, None, 0)
-    case.speculator.add_features(0, 0, features[:-1])
+    case.open(0, None, 0, (tokens, features))
     draft_trees(case, {0: (tokens, features)}, levels=2)
     for slot, source in ((1, 0), (0, None)):
         other, true = case.text(9)
         text = [*tokens[:20], *other], torch.cat([features[:20], true])
-        case.speculator.open_slot(slot, source, 20)
-        case.speculator.add_features(slot, 20, text[1][20:-1])
+        case.open(slot, source, 20, text)
         draft_trees(case, {slot: text}, levels=2)
-    assert isinstance(case.speculator, EagleDrafts)
 
 
 def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None:
@@ -157,24 +198,25 @@ def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None
     texts = [random.integers(0, 4096, size).tolist() for size in (CHUNK + 20, 9)]
     features = [torch.from_numpy(random.normal(size=(len(text), 256)).astype(np.float32)) for text in texts]
     for slot in (0, 1):
-        speculator.open_slot(slot, None, 0)
-        speculator.add_features(slot, 0, features[slot][:-1])
+        open_slot(speculator, slot, None, 0)
+        add(speculator, slot, 0, (texts[slot], features[slot]))
     roots = [HeadRoot(slot, text) for slot, text in enumerate(texts)]
-    first, second = speculator.begin(roots)
+    (first, second), _ = speculator.begin(roots)
     assert first is None
     assert second is not None
-    first, again = speculator.begin(roots)
+    kept = second.logits
+    (first, again), _ = speculator.begin(roots)
     assert first is not None
     assert again is not None
-    assert np.allclose(second, again, atol=1e-4)
+    assert np.allclose(kept, again.logits, atol=1e-4)
     with torch.no_grad():
         expected = decoded(shape, network, ends, texts[0], features[0], ()).numpy()
-    assert np.abs(first - expected).max() < 1e-3
+    assert np.abs(first.logits - expected).max() < 1e-3
     for start in range(0, CHUNK + 19, 100):  # the target reads the text again, which the heads need not do
-        speculator.add_features(0, start, features[0][start : min(start + 100, CHUNK + 19)])
-    first, _ = speculator.begin(roots)
+        add(speculator, 0, start, (texts[0], features[0]), min(start + 100, CHUNK + 19))
+    (first, _), _ = speculator.begin(roots)
     assert first is not None
-    assert np.abs(first - expected).max() < 1e-3
+    assert np.abs(first.logits - expected).max() < 1e-3
 
 
 def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
@@ -185,13 +227,12 @@ def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
     for kind in KINDS:
         case = Case(kind, target, tmp_path / kind)  # type: ignore[arg-type]
         tokens, features = case.text(5)
-        case.speculator.open_slot(0, None, 0)
-        case.speculator.add_features(0, 0, features[:-1])
-        (row,) = case.speculator.begin([HeadRoot(0, tokens)])
+        case.open(0, None, 0, (tokens, features))
+        (row,), _ = case.speculator.begin([HeadRoot(0, tokens)])
         assert row is not None
-        assert np.isneginf(row[100:]).all()
-        assert np.isneginf(case.speculator.expand([HeadNodes(0, 3)])[:, 100:]).all()
-        assert np.isfinite(row[:100]).all()
+        assert np.isneginf(row.logits[100:]).all()
+        assert np.isneginf(case.speculator.expand([HeadNodes(0, 3)])[0].logits[100:]).all()
+        assert np.isfinite(row.logits[:100]).all()
 
 
 @pytest.mark.parametrize("rows", [4090, 4352])
@@ -204,10 +245,11 @@ def test_heads_with_another_padding_than_the_target_draft_what_both_have(kind: K
     for folder in (tmp_path / "heads", repadded(tmp_path / "heads", tmp_path / "padded", rows)):
         speculator = load_speculator(folder, target, precise=True, slots=1, context=CONTEXT)
         tokens, features = [1, 2, 3], torch.ones(3, shape.width * shape.features.parts)
-        speculator.open_slot(0, None, 0)
-        speculator.add_features(0, 0, features[:-1])
-        (root,) = speculator.begin([HeadRoot(0, tokens)])
-        texts[folder] = np.stack([root, *speculator.expand([HeadNodes(0, 5), HeadNodes(0, 4000)])])  # type: ignore[list-item]
+        open_slot(speculator, 0, None, 0)
+        add(speculator, 0, 0, (tokens, features))
+        (root,), _ = speculator.begin([HeadRoot(0, tokens)])
+        nodes = speculator.expand([HeadNodes(0, 5), HeadNodes(0, 4000)])
+        texts[folder] = np.stack([root.logits, *(node.logits for node in nodes)])  # type: ignore[union-attr]
     own, padded = texts.values()
     both = min(rows, 4096)
     assert padded.shape == own.shape == (3, 4096)

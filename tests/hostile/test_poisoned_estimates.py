@@ -35,6 +35,7 @@ from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream
+from outrider.engine.logits import HostLogits, logits_rows
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.v1.types_pb2 import Heartbeat
 from router import server
@@ -43,6 +44,7 @@ from tests.core.control.plant import SteeredSession
 from tests.drafter.test_scheduler import VOCABULARY, Engine
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, ask, collect, running_router, until
+from verifier_svc.proposers.head_drafts import RoundTerms
 from verifier_svc.proposers.head_proposer import SpeculatorProposer
 from verifier_svc.proposers.ngram_proposer import SENDER, NgramProposers
 from verifier_svc.scheduler import StepScheduler
@@ -164,9 +166,9 @@ def test_heads_on_the_target(terms: dict[str, Any]) -> None:
     session = opened(scheduler(head_proposer=proposer), terms)
     heads = session.heads
     assert heads is not None
-    heads.begin(session.tree)
-    row = np.arange(VOCABULARY, dtype=np.float32) / 8
-    heads.propose(session.tree, session.sampler, session.tree.root, 0, row, PLAN, 0.0)
+    heads.begin(RoundTerms(session.tree, session.sampler, VOCABULARY, PLAN, 0.0))
+    (row,) = logits_rows(HostLogits(np.arange(VOCABULARY, dtype=np.float32)[None] / 8), 0, 1)
+    heads.propose(session.tree.root, 0, row)
     nodes = [*session.tree.root.children.values()]
 
     def settles() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from pydantic import ByteSize
 from outrider.config import VerifierConfig
 from outrider.core.session.contract import OFF, Plan
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.engine import Engine
-from outrider.engine.features import Features
+from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
+from outrider.engine.engine import SCRATCH, Engine
+from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
-from outrider.engine.heads.speculator import FloatRows, HeadRoot, Speculator
+from outrider.engine.heads.speculator import FloatRows, HeadRoot, KeptFeatures, Speculator
+from outrider.engine.logits import LogitsRow
 from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
-from tests.engine.taught import features_of, greedy, random_heads, taught_heads
+from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads
 from tests.verifier.proposers.test_head_drafts import PLAN, TEXT, Always, Cluster, commits_of
 from tests.verifier.test_kv_memory import least_memory
 from verifier_svc.commit_queue import StepCommit
@@ -55,8 +57,20 @@ def bound(target: Path) -> int:
     return least_memory(CpuEngine.load(target, dtype="float32", slots=SLOTS, threads=1))
 
 
-def bounded(target: Path, features: Features) -> Engine:
+def bounded(target: Path, heads: Path) -> Engine:
+    features = check_heads(heads, target).features
     return CpuEngine.load(target, dtype="float32", slots=SLOTS, threads=1, features=features, kv_memory=bound(target))
+
+
+def bounded_on_device(target: Path, heads: Path) -> Engine:
+    whole = target_with_heads(target, heads, slots=SLOTS)
+    assert whole.eagle is not None
+    page = PAGE_ROWS * whole.row_bytes + whole.eagle.page_bytes
+    least = pages_of(whole.rows + SCRATCH) + TEXT_SPARE
+    return target_with_heads(target, heads, slots=SLOTS, kv_memory=least * page)
+
+
+Bounding = Callable[[Path, Path], Engine]
 
 
 class Recorded:
@@ -67,6 +81,7 @@ class Recorded:
         self.threads: set[threading.Thread] = set()
         self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
         self.all_levels_at_once, self.expand = speculator.all_levels_at_once, speculator.expand
+        self.grows = speculator.grows
         self._speculator = speculator
 
     def open_slot(self, *arguments: Any) -> None:
@@ -77,10 +92,10 @@ class Recorded:
         self.threads.add(threading.current_thread())
         self._speculator.add_features(*arguments)
 
-    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
-        rows = self._speculator.begin(roots)
-        self.roots += [([*root.tokens], row.copy()) for root, row in zip(roots, rows, strict=True) if row is not None]
-        return rows
+    def begin(self, roots: Sequence[HeadRoot], levels: int) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
+        rows, grown = self._speculator.begin(roots, levels)
+        self.roots += [([*it.tokens], row.logits.copy()) for it, row in zip(roots, rows, strict=True) if row]
+        return rows, grown
 
 
 def preemptions(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
@@ -149,10 +164,10 @@ async def check(
     for tokens, row in speculator.roots:
         if tokens == expected[0][: len(tokens)]:
             again.open_slot(0, None, 0)
-            again.add_features(0, 0, features[: len(tokens) - 1])
-            (true,) = again.begin([HeadRoot(0, tokens)])
+            again.add_features(features, [KeptFeatures(0, 0, range(len(tokens) - 1), tokens)])
+            (true,), _ = again.begin([HeadRoot(0, tokens)])
             assert true is not None
-            assert np.abs(row - true).max() < 0.01 * np.abs(true).max()
+            assert np.abs(row - true.logits).max() < 0.01 * np.abs(true.logits).max()
             compared += 1
     assert compared > 50
     assert threading.main_thread() not in speculator.threads
@@ -163,19 +178,26 @@ async def test_heads_draft_after_a_preemption_as_before_it(
     kind: Kind, target: Path, text: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taught_heads(kind, target, tmp_path, text)
-    engine = bounded(target, check_heads(tmp_path, target).features)
+    engine = bounded(target, tmp_path)
     await check(Cluster(target, tmp_path, engine, slots=SLOTS), target, tmp_path, TEXT, caplog)
 
 
+@pytest.mark.parametrize("bounding", [bounded, bounded_on_device])
 @pytest.mark.parametrize(("kind", "plan"), [("eagle", PLAN), ("eagle-3", PLAN), ("eagle-3", OFF)])
 async def test_heads_have_the_features_of_shared_pages(
-    kind: Kind, plan: Plan, target: Path, text: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Kind,
+    plan: Plan,
+    bounding: Bounding,
+    target: Path,
+    text: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """All take the KV of most of their prompt from the session that was opened first, and some are preempted. Heads
     have read the text of that session, or have drafted nothing for it.
     """
     taught_heads(kind, target, tmp_path, text)
-    engine = bounded(target, check_heads(tmp_path, target).features)
+    engine = bounding(target, tmp_path)
     cluster = Cluster(target, tmp_path, engine, slots=SLOTS)
     await check(cluster, target, tmp_path, text[:SHARED], caplog, plan)
 
@@ -209,7 +231,7 @@ class Fused:
         self.features = check_heads(heads, target).features
         self.fusion = load_fusion(heads, target, precise=True)
         self.rows = 0
-        engine = bounded(target, self.features)
+        engine = bounded(target, heads)
         fuser = HeadFeatureFuser(replace(self.fusion, fuse=self._fuse), engine.hidden, slots=SLOTS, rows=engine.rows)
         cluster = Cluster(target, None, engine, slots=SLOTS)
         cluster.loop._feature_fuser = fuser

@@ -5,21 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
+
+import numpy as np
 
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.construction.expansion import CANDIDATES, Candidates, DrafterFits, floor_score
+from outrider.core.construction.expansion import Candidates, DrafterFits, floor_score
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
+from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.heads.speculator import FloatRows, HeadNodes
+from outrider.engine.candidates import known_candidates, row_candidates
+from outrider.engine.growth import CHILDREN, GrownLevel, Growth
+from outrider.engine.heads.speculator import HeadNodes
+from outrider.engine.logits import LogitsRow
 from verifier_svc.proposers.ngram_proposer import prune
 
 SENDER = -1  # the heads' key in the tree
 LEVEL_NODES = 8  # nodes of a session that are expanded in one level
 MAX_NODES = 64  # nodes that are expanded in a round
+
+
+class RoundTerms(NamedTuple):
+    """What a round goes by."""
+
+    tree: TokenTree
+    sampler: Sampler
+    vocabulary: int  # the target chooses only ids below it
+    plan: Plan  # not deeper than the heads draft
+    price: float  # path score below which a node is not worth verifying
 
 
 class HeadDrafts:
@@ -41,38 +58,64 @@ class HeadDrafts:
         self._fits = fits
         self._rows: dict[Node, tuple[int, Candidates]] = {}  # of expanded nodes: row number, candidates
         self._last_id = 0
+        self._terms: RoundTerms  # of the latest round
 
-    def begin(self, tree: TokenTree) -> None:
+    def begin(self, terms: RoundTerms) -> None:
         """Begins a round: removes the last round's nodes, which were drafted from guessed features."""
         self._rows.clear()
-        prune(tree, tree.root, SENDER)
+        self._terms = terms
+        prune(terms.tree, terms.tree.root, SENDER)
 
-    def propose(
-        self, tree: TokenTree, sampler: Sampler, node: Node, number: int, logits: FloatRows, plan: Plan, price: float
-    ) -> None:
-        """Adds a node's children from the logits row of that number, as far as they are worth verifying."""
-        row = Candidates(*sampler.leading(logits, tree.path(node), CANDIDATES, noised=self._shared))
-        self._rows[node] = number, row
-        min_edge = floor_score(price) / tree.score(node)
-        for token, claimed in self._fits[tree.depth(node)].edges(row, plan.width, None):
-            edge = self.calibration.corrected(claimed)
-            known = node.children.get(token)
-            if math.exp(edge) < min_edge or (known is None and tree.size >= tree.capacity):
-                continue
-            child = tree.add(node, token, edge)
-            if child.edge == edge:
-                child.claim = SENDER, claimed
-            if SENDER not in (sender for sender, _ in child.names):
-                self._last_id += 1
-                tree.ids.name(child, SENDER, self._last_id)
+    def draw(self, *, restricts: bool) -> Draw | None:
+        """Return the target's own draw, where an engine can take it; `restricts`: see `Sampler.draw`."""
+        return self._terms.sampler.draw(restricts=restricts) if self._shared else None
 
-    def frontier(self, tree: TokenTree, plan: Plan, depth: int, price: float) -> list[Node]:
-        """Return the nodes to expand next, best first, whoever drafted them; heads draft `depth` levels."""
+    def growth(self) -> Growth:
+        """Return how levels grow below the root by themselves."""
+        tree, plan = self._terms.tree, self._terms.plan
+        floor = math.log(floor_score(self._terms.price))
+        last = tree.root.position + plan.depth - 1
+        return Growth(
+            tree.root.position + 1, np.zeros(1), self._fits[0].scale.scale, min(plan.width, CHILDREN), floor, last
+        )
+
+    def expected_gain(self, level: int) -> float:
+        """Return the tokens that a level below the root is expected to bring, before any is drafted; the first is 1."""
+        plan = self._terms.plan
+        if level >= plan.depth:
+            return 0.0
+        reach = math.prod(fits.kept(plan.width) for fits in self._fits[:level])
+        return self._fits[level].gain([reach], plan.width, self._terms.price)
+
+    def propose(self, node: Node, number: int, row: LogitsRow) -> None:
+        """Adds a node's children from the row of that number, as far as they are worth verifying."""
+        terms = self._terms
+        path = terms.tree.path(node)
+        self._add_children(
+            node, number, row_candidates(row, terms.sampler, path, terms.vocabulary, noised=self._shared)
+        )
+
+    def propose_grown(self, numbered: list[Node | None], first: int, level: GrownLevel, tree: int) -> None:
+        """Adds the children of a grown level's rows whose nodes are in the tree.
+
+        `numbered`: the nodes of the levels before, which this one's are added to; `first`: the number of its first row;
+        `tree`: the index of this session's tree in the level.
+        """
+        for number, (parent, token, best) in enumerate(level.rows(tree), first):
+            above = numbered[parent] if parent >= 0 else None
+            node = None if above is None else above.children.get(token)
+            known = None if node is None or node in self._rows else known_candidates(best, self._terms.vocabulary)
+            numbered.append(None if known is None else node)
+            if node is not None and known is not None:
+                self._add_children(node, number, known)
+
+    def frontier(self) -> list[Node]:
+        """Return the nodes to expand next, best first, whoever drafted them."""
         if len(self._rows) >= MAX_NODES:
             return []
-        found: list[Node] = []
-        for score, node in tree.best_first(depth=min(plan.depth, depth) - 1, width=plan.width):
-            if score < floor_score(price) or len(found) == LEVEL_NODES:
+        plan, found = self._terms.plan, list[Node]()
+        for score, node in self._terms.tree.best_first(depth=plan.depth - 1, width=plan.width):
+            if score < floor_score(self._terms.price) or len(found) == LEVEL_NODES:
                 break
             if node.parent in self._rows and node not in self._rows:
                 found.append(node)
@@ -83,8 +126,9 @@ class HeadDrafts:
         assert node.parent is not None
         return HeadNodes(self._rows[node.parent][0], node.token)
 
-    def gain(self, tree: TokenTree, nodes: Sequence[Node], width: int, price: float) -> float:
+    def gain(self, nodes: Sequence[Node]) -> float:
         """Return the tokens that expanding these nodes is expected to bring, less the cost of verifying children."""
+        tree, width, price = self._terms.tree, self._terms.plan.width, self._terms.price
         return sum(self._fits[tree.depth(node)].gain([tree.score(node)], width, price) for node in nodes)
 
     def settle(self, tree: TokenTree, path: Sequence[Node], tokens: Sequence[int]) -> None:
@@ -106,3 +150,20 @@ class HeadDrafts:
             self._fits[tree.depth(node)].observe(self._rows[node][1], token, None)
             node = node.children.get(token)
         self._rows.clear()
+
+    def _add_children(self, node: Node, number: int, row: Candidates) -> None:
+        """Adds a node's children, and keeps its candidates to learn from when the target has chosen."""
+        tree, width = self._terms.tree, self._terms.plan.width
+        self._rows[node] = number, row
+        min_edge = floor_score(self._terms.price) / tree.score(node)
+        for token, claimed in self._fits[tree.depth(node)].edges(row, width, None):
+            edge = self.calibration.corrected(claimed)
+            known = node.children.get(token)
+            if math.exp(edge) < min_edge or (known is None and tree.size >= tree.capacity):
+                continue
+            child = tree.add(node, token, edge)
+            if child.edge == edge:
+                child.claim = SENDER, claimed
+            if SENDER not in (sender for sender, _ in child.names):
+                self._last_id += 1
+                tree.ids.name(child, SENDER, self._last_id)

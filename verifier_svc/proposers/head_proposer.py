@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.core.acceptance import Walk
@@ -23,10 +25,11 @@ from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
 from outrider.core.tree.node import Node
 from outrider.engine.executor import Executor
-from outrider.engine.heads.speculator import FloatRows, HeadRoot, Speculator
+from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, GrownLevel
+from outrider.engine.heads.speculator import HeadRoot, KeptFeatures, Speculator
 from outrider.engine.kv_slots import AcquiredSlot
-from verifier_svc.batch import StepBatch, kept_rows
-from verifier_svc.proposers.head_drafts import HeadDrafts
+from verifier_svc.batch import SessionWork, StepBatch, kept_rows
+from verifier_svc.proposers.head_drafts import HeadDrafts, RoundTerms
 from verifier_svc.session import VerifierSession
 
 if TYPE_CHECKING:
@@ -87,6 +90,7 @@ class SpeculatorProposer(HeadProposer):
         self._calibration = Calibration()
         self._shared: dict[tuple[str, str], tuple[list[DrafterFits], TrialGate]] = {}  # by rule and temperature bucket
         self._level_s = Ema(EMA_WEIGHT)  # time of one more level, on average; 0: not known
+        self._grown_s = Ema(EMA_WEIGHT)  # that of one that grows with the roots
         self._round_s = Ema(EMA_WEIGHT)  # time of a round, for each session in it, on average
 
     def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:
@@ -100,68 +104,103 @@ class SpeculatorProposer(HeadProposer):
         return HeadDrafts(contract, *contract.own_or_shared((self._calibration, *self._shared[key])))
 
     def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        hidden = self._hidden()
-        for work, rows in kept_rows(step, walks, every=self._every):
-            executor.enqueue(
-                partial(self._speculator.add_features, work.session.kv_slot.slot, work.start, hidden[rows])
-            )
+        kept = [
+            KeptFeatures(work.session.kv_slot.slot, work.start, rows, _tokens(work, walked, len(rows) + 1))
+            for work, walked, rows in kept_rows(step, walks, every=self._every)
+        ]
+        if kept:
+            executor.enqueue(lambda: self._speculator.add_features(self._hidden(), kept))
 
     async def draft(self, step: StepBatch, executor: Executor) -> None:
-        sessions = [session for session in step.sessions if self._wants(session, step.rate)]
-        if not sessions:
+        wanting = [
+            _RoundSession(session, session.heads)
+            for session in step.sessions
+            if session.heads is not None and self._wants(session, session.heads, step.rate)
+        ]
+        if not wanting:
             return
         began = time.perf_counter()
-        roots = [HeadRoot(session.kv_slot.slot, session.tokens) for session in sessions]
-        rows = await executor.call(partial(self._speculator.begin, roots))
+        for session, heads in wanting:
+            plan = session.ceilings
+            plan = replace(plan, depth=min(plan.depth, self._speculator.depth))
+            price, vocabulary = session.terms.verified_price, session.unpadded_vocabulary
+            heads.begin(RoundTerms(session.tree, session.sampler, vocabulary, plan, price))
+        levels = self._grown_levels(wanting, step.rate)
+        roots = [self._root(member, grows=levels > 0) for member in wanting]
+        rows, grown = await executor.call(partial(self._speculator.begin, roots, levels))
         drafting: list[_RoundSession] = []
-        for number, (session, row) in enumerate(zip(sessions, rows, strict=True)):
-            if row is not None and session.heads is not None and not session.finished:
-                drafting.append(_RoundSession(session, session.heads))
-                session.heads.begin(session.tree)
-                _propose(drafting[-1], session.tree.root, number, row)
-        first = len(roots)
+        for number, (member, row) in enumerate(zip(wanting, rows, strict=True)):
+            if row is not None and not member.session.finished:
+                drafting.append(member)
+                member.heads.propose(member.session.tree.root, number, row)
+        growing = [member for member, root, row in zip(wanting, roots, rows, strict=True) if root.growth and row]
+        first = self._propose_grown(growing, grown, len(roots))
+        self._grown_s.observe((time.perf_counter() - began) / (1 + len(grown)))
         while level := self._next_level(drafting, step.rate):
             level_began = time.perf_counter()
             expand = partial(self._speculator.expand, [member.heads.speculator_node(node) for member, node in level])
             level_rows = expand() if self._speculator.all_levels_at_once else await executor.call(expand)
             for number, ((member, node), row) in enumerate(zip(level, level_rows, strict=True), first):
                 if not member.session.finished and member.session.tree.holds(node):
-                    _propose(member, node, number, row)
+                    member.heads.propose(node, number, row)
             first += len(level)
             self._level_s.observe(time.perf_counter() - level_began)
-        share = (time.perf_counter() - began) / len(sessions)
+        share = (time.perf_counter() - began) / len(wanting)
         self._round_s.observe(share)
         for session, heads in drafting:
             heads.price = share * step.rate
             session.arrivals.grew(session.tree_value())
 
-    def _wants(self, session: VerifierSession, rate: float) -> bool:
-        heads = session.heads
-        if heads is None or session.finished or session.unread > 1:
+    def _wants(self, session: VerifierSession, heads: HeadDrafts, rate: float) -> bool:
+        if session.finished or session.unread > 1:
             return False
         if session.ceilings.depth == 0 or session.room < 2:
             return False
         return heads.trial_gate.takes(self._round_s.mean * rate, trial=True)
+
+    def _root(self, member: _RoundSession, *, grows: bool) -> HeadRoot:
+        session, heads = member
+        draw = heads.draw(restricts=True) if self._speculator.grows else None
+        growth = heads.growth() if grows and draw is not None else None
+        return HeadRoot(session.kv_slot.slot, session.tokens, draw, growth)
+
+    def _grown_levels(self, members: Sequence[_RoundSession], rate: float) -> int:
+        """Return how many levels below the roots are to grow at once: those that are worth their time."""
+        levels, most = 0, MOST_LEVELS if self._speculator.grows else 0
+        cost = self._grown_s.mean * rate
+        while levels < most and sum(heads.expected_gain(levels + 1) for _, heads in members) > cost:
+            levels += 1
+        self._grown_s.mean *= 1.0 if levels else FADING
+        return levels
+
+    def _propose_grown(self, growing: Sequence[_RoundSession], levels: Sequence[GrownLevel], first: int) -> int:
+        """Propose from grown levels, whose first row has the number `first`. Returns the number behind the last one."""
+        numbered: list[list[Node | None]] = [
+            [session.tree.root, *repeat(None, LEVEL_ROWS - 1)] for session, _ in growing
+        ]
+        for level in levels:
+            for index, (session, heads) in enumerate(growing):
+                if not session.finished:
+                    heads.propose_grown(numbered[index], first, level, index)
+                first += LEVEL_ROWS
+        return first
 
     def _next_level(self, drafting: Sequence[_RoundSession], rate: float) -> list[_ExpandedNode]:
         """Return the nodes of all sessions to expand next; empty if the level is not worth its time."""
         level: list[_ExpandedNode] = []
         gain = 0.0
         for member in drafting:
-            session, heads = member
-            if session.finished:
-                continue
-            plan, price = session.ceilings, session.terms.verified_price
-            nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
-            level += [_ExpandedNode(member, node) for node in nodes]
-            gain += heads.gain(session.tree, nodes, plan.width, price)
+            if not member.session.finished:
+                nodes = member.heads.frontier()
+                level += [_ExpandedNode(member, node) for node in nodes]
+                gain += member.heads.gain(nodes)
         if gain > self._level_s.mean * rate:
             return level
         self._level_s.mean *= FADING if level else 1.0
         return []
 
 
-def _propose(member: _RoundSession, node: Node, number: int, row: FloatRows) -> None:
-    session, heads = member
-    row = row[: session.unpadded_vocabulary]
-    heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.terms.verified_price)
+def _tokens(work: SessionWork, walked: Walk | None, count: int) -> list[int]:
+    """Return tokens of a text from the step's first row on, as it commits them."""
+    read = work.session.tokens[work.start : min(work.start + count, work.end + (walked is None))]
+    return read if walked is None else [*read, *(choice.token for choice in walked.choices)][:count]

@@ -36,6 +36,7 @@ from outrider.engine.device.begun_pass import BegunPass, NextRows, PickedLogits,
 from outrider.engine.device.cuda_graphs import Recorder, Replay, recorder_for
 from outrider.engine.device.device_logits import DeviceLogits
 from outrider.engine.device.devices import check_capability, check_device, fitting, kernels_for
+from outrider.engine.device.eagle_model import EagleModel
 from outrider.engine.device.input_buffers import (
     MOST_MOVES,
     NO_OUTPUTS,
@@ -44,7 +45,7 @@ from outrider.engine.device.input_buffers import (
     moves_of,
 )
 from outrider.engine.device.kernels import Kernels
-from outrider.engine.device.kv_memory import pages_for
+from outrider.engine.device.kv_memory import page_bytes, pages_for
 from outrider.engine.device.llama_layers import LlamaLayers
 from outrider.engine.device.packing import OUTPUTS, ROWS, PassPart, check_trees, packed, round_up
 from outrider.engine.device.page_table import PAGE_ROWS, PageTable, pages_of
@@ -58,6 +59,7 @@ from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_size
 from outrider.engine.features import Features
 from outrider.engine.following import FollowingPass
 from outrider.engine.growth import LEVEL_ROWS, GrownLevel, Growth
+from outrider.engine.heads.speculator import FollowingSpeculator
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
@@ -111,16 +113,20 @@ class DeviceEngine(Engine):
         adapters: AdapterShape | None = None,
         features: Features | None = None,
         states: RowStates | None = None,
+        eagle: EagleModel | None = None,
         make_layers: Callable[..., LlamaLayers] = LlamaLayers,
     ) -> None:
         """`config`: the shape of this rank's part; `pages`: of KV, those of all slots together; `adapters`: None: the
-        engine has none; `features`: that passes return; `states`: that the rows of heads continue;
-        `make_layers`: called as `LlamaLayers` is.
+        engine has none; `features`: that passes return; `states`: that the rows of heads continue; `eagle`: heads that
+        may follow this engine; `make_layers`: called as `LlamaLayers` is.
         """
         dtype = weights.head.dtype
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         self._table = PageTable(slots, rows, pages)
+        self.pages = pages
+        self.eagle = eagle
+        self.speculator: FollowingSpeculator | None = None
         self._bounded = pages < slots * pages_of(rows)
         super().__init__(
             Traits(
@@ -150,7 +156,7 @@ class DeviceEngine(Engine):
         self._config = config
         self._group = group
         self._kernels = kernels
-        self._recorder = recorder
+        self.recorder = recorder
         plans = [self._plan(count) for count in ROWS]
         self._inputs = InputBuffers(plans[-1], self._table, device)
         self._model = make_layers(
@@ -176,7 +182,7 @@ class DeviceEngine(Engine):
             inputs=self._inputs,
             kernels=kernels,
             group=group,
-            record=lambda work: self._recorder.record(work),
+            record=lambda work: self.recorder.record(work),
             device=device,
         )
         self._growth = TreeGrowth(
@@ -184,7 +190,7 @@ class DeviceEngine(Engine):
             inputs=self._inputs,
             table=self._table,
             states=states,
-            record=lambda work: self._recorder.record(work),
+            record=lambda work: self.recorder.record(work),
             device=device,
         )
 
@@ -205,11 +211,13 @@ class DeviceEngine(Engine):
         kv_memory: int | None = None,
         adapters: int = 0,
         features: Features | None = None,
+        heads: Path | None = None,
     ) -> DeviceEngine:
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
         `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
-        `adapters`: so many can be held, for which KV leaves memory; 0: `load_adapter` is refused.
+        `adapters`: so many can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder of
+        EAGLE heads that are read, too, for `DeviceEagleDrafts`.
 
         Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
         type of weights that is not supported.
@@ -235,6 +243,7 @@ class DeviceEngine(Engine):
             kv_memory=kv_memory,
             adapters=adapters,
             features=features,
+            heads=heads,
         )
         weights.finish()
         return engine
@@ -255,6 +264,7 @@ class DeviceEngine(Engine):
         kv_memory: int | None = None,
         adapters: int = 0,
         features: Features | None = None,
+        heads: Path | None = None,
     ) -> DeviceEngine:
         """Make an engine over weights from any source; for the parameters see `load`."""
         check_sizes(slots, rows)
@@ -273,6 +283,11 @@ class DeviceEngine(Engine):
                 form = AdapterForm.of(part, weights.head.dtype, torch_device)
                 shape = AdapterShape(config, group.shard, kept, form, adapters)
             reserved = 0 if shape is None else shape.reserved
+            page, eagle = page_bytes(part, weights.head.dtype), None
+            if heads is not None:
+                shared = weights if group.shard.of == 1 else None
+                eagle = EagleModel.read(heads, config, source, weights.head.dtype, torch_device, shared)
+                page, reserved = page + eagle.page_bytes, reserved + eagle.reserved(slots)
             return cls(
                 part,
                 weights,
@@ -280,12 +295,13 @@ class DeviceEngine(Engine):
                 device=torch_device,
                 slots=slots,
                 rows=rows,
-                pages=pages_for(torch_device, part, weights.head.dtype, slots, rows, kv_memory, group, reserved),
+                pages=pages_for(torch_device, page, slots, rows, kv_memory, group, reserved),
                 group=group,
                 kernels=kernels,
                 recorder=recorder_for(torch_device),
                 adapters=shape,
                 features=features,
+                eagle=eagle,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -344,10 +360,18 @@ class DeviceEngine(Engine):
         self.check_copy(source, target, rows)
         self._forget_begun(target)
         self._table.copy(source, target, rows)
+        if self.speculator is not None:
+            self.speculator.copy(source, target, rows)
 
     def release(self, slot: int, rows: int) -> None:
         self._forget_begun(slot)
         self._table.release(slot, rows)
+        if self.speculator is not None:
+            self.speculator.release(slot, rows)
+
+    def follow(self, speculator: FollowingSpeculator) -> None:
+        """Have heads follow the KV of all slots."""
+        self.speculator = speculator
 
     def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
         return (self._table.needed(slot, first, end), self._table.free) if self._bounded else None
@@ -378,6 +402,8 @@ class DeviceEngine(Engine):
                     self._choice.record(count, min(candidates, self.vocabulary))
             for count in reversed(LEVELS) if self.grows else ():
                 self._growth.choose(self._layers_for(count, adapted=False).plan)
+            if self.speculator is not None:
+                self.speculator.record()
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
@@ -461,7 +487,7 @@ class DeviceEngine(Engine):
             prepared.layers.adapters.send(rows.segments)
             chosen = self._choice.send(run, VERIFIED)
             tokens = self._inputs.rows(prepared.layers.plan).tokens
-            sources = self._sent(before.rows[rows.sources])
+            sources = self.sent(before.rows[rows.sources])
             tokens[:count] = choices[sources, 0].long().clamp(0, self.vocabulary - 1)
 
         def begin() -> DeviceLogits:
@@ -510,7 +536,7 @@ class DeviceEngine(Engine):
         found = self._model.features[:used].flatten(1)
         if not self.features.all_rows:
             rows = np.concatenate([run.rows for run in prepared.runs])
-            found = found.index_select(0, self._sent(rows))
+            found = found.index_select(0, self.sent(rows))
         elif not last:
             found = found.clone()
         self._taken.append(found)
@@ -533,7 +559,7 @@ class DeviceEngine(Engine):
             adapters = self._adapters.of_rows(count) if adapted and self._adapters is not None else PlainPass()
             self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
             self._send_states([])
-            replay = self._recorder.record(lambda: self._model.compute(plan, inputs, adapters))
+            replay = self.recorder.record(lambda: self._model.compute(plan, inputs, adapters))
             self._layers[count, adapted] = _Layers(plan, adapters, replay)
         return self._layers[count, adapted]
 
@@ -562,9 +588,9 @@ class DeviceEngine(Engine):
         copies, rest = moves[:, free], moves[:, ~free]
         parts = [copies[:, at : at + MOST_MOVES] for at in range(0, copies.shape[1], MOST_MOVES)]
         for part in (*parts, rest) if rest.size else parts:
-            self._kernels.move(self._cache, *self._sent(np.ascontiguousarray(part)))
+            self._kernels.move(self._cache, *self.sent(np.ascontiguousarray(part)))
 
-    def _sent(self, numbers: NDArray[np.int64]) -> Tensor:
+    def sent(self, numbers: NDArray[np.int64]) -> Tensor:
         """Return numbers that are on their way to the device."""
         host = torch.from_numpy(numbers)
         # torch keeps pinned memory until the copy has read it.

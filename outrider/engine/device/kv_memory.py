@@ -13,10 +13,14 @@ from outrider.errors import ConfigError
 WORKSPACE_BYTES = 3 * 2**29  # of a device's memory that recordings, libraries and intermediate results may take
 
 
+def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a page of a model's KV, or of a rank's part of it."""
+    return 2 * config.layers * config.kv_heads * PAGE_ROWS * config.head_dim * dtype.itemsize
+
+
 def pages_for(
     device: torch.device,
-    config: ModelConfig,
-    dtype: torch.dtype,
+    page: int,
     slots: int,
     rows: int,
     kv_memory: int | None,
@@ -25,10 +29,9 @@ def pages_for(
 ) -> int:
     """Return how many pages of KV there are: those of all slots, or as many as fit; all ranks have equally many.
 
-    `config`: of this rank's part; `kv_memory`: bytes, None: no bound; `reserved`: bytes of a GPU that are left to
-    adapters. Raises ConfigError if one text does not fit.
+    `page`: bytes of one; `kv_memory`: bytes, None: no bound; `reserved`: bytes of a GPU that are left to adapters and
+    heads. Raises ConfigError if one text does not fit.
     """
-    page = 2 * config.layers * config.kv_heads * PAGE_ROWS * config.head_dim * dtype.itemsize
     whole = slots * pages_of(rows)
     least = min(whole, pages_of(rows + SCRATCH) + TEXT_SPARE)
     pages = whole

@@ -21,15 +21,15 @@ WINDOW = TREE_COLUMNS  # rows of a slot whose computed states are there: those o
 class RowStates:
     """The states of all slots.
 
-    A state has a number: slot * rows + row for the features of a text's row, and behind all of these
+    A state has a number: slot * kept + row % kept for the features of a text's row, and behind all of these
     slot * WINDOW + row % WINDOW for what a row has computed. The last number is that of states that nobody continues.
     """
 
-    def __init__(self, slots: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`rows`: of a slot."""
-        self._rows = rows
+    def __init__(self, slots: int, kept: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`kept`: rows of each slot whose features are kept, the latest."""
+        self._kept = kept
         self._ends = [0] * slots  # by slot: rows before this one continue features
-        self._first = slots * rows  # number of the first computed state
+        self._first = slots * kept  # number of the first computed state
         self.unused = self._first + slots * WINDOW
         self._fed = torch.zeros(self._first, width, dtype=dtype, device=device)
         self._computed = torch.zeros(slots * WINDOW + 1, width, device=device)
@@ -41,17 +41,27 @@ class RowStates:
         self.targets.fill_(self.unused)
 
     @staticmethod
-    def bytes_of(slots: int, rows: int, width: int, dtype: torch.dtype) -> int:
+    def bytes_of(slots: int, kept: int, width: int, dtype: torch.dtype) -> int:
         """Return what the states of an engine take."""
-        return slots * (rows * dtype.itemsize + WINDOW * 4) * width
+        return slots * (kept * dtype.itemsize + WINDOW * 4) * width
 
-    def feed(self, slot: int, start: int, features: NDArray[np.uint16]) -> None:
-        """Store the features of a text's rows from `start` on, [rows, width] in the bits of bfloat16. Rows behind them
-        continue computed states."""
-        bits = torch.from_numpy(features.astype(np.int16)).to(self._fed.device).view(torch.bfloat16)
-        first = slot * self._rows + start
-        self._fed[first : first + len(bits)] = bits.to(self._fed.dtype)
-        self._ends[slot] = start + len(bits)
+    def feed(self, numbers: Tensor, features: Tensor) -> None:
+        """Store features of texts' rows. `numbers`: of `fed_numbers`; `features`: [rows, width]."""
+        self._fed.index_copy_(0, numbers, features.to(self._fed.dtype))
+
+    def end(self, slot: int, rows: int) -> None:
+        """Have a slot's rows from `rows` on continue computed states."""
+        self._ends[slot] = rows
+
+    def copy(self, source: int, target: int) -> None:
+        """Give a slot the features that another one has."""
+        by_slot = self._fed.view(-1, self._kept, self._fed.shape[1])
+        by_slot[target] = by_slot[source]
+
+    def fed_numbers(self, slots: int | NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of features."""
+        found: NDArray[np.int64] = slots * np.int64(self._kept) + rows % self._kept
+        return found
 
     def numbers(self, slots: int | NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of computed states."""
@@ -70,7 +80,8 @@ class RowStates:
         for it, base in zip(segments, bases, strict=True):
             rows, stop = np.array(written_rows(it)), first + len(it.tokens)
             above = self.numbers(it.slot, np.fromiter(parent_rows(it), np.int64, len(rows)))
-            sources[first:stop] = np.where(rows + base < self._ends[it.slot], it.slot * self._rows + rows + base, above)
+            fed = self.fed_numbers(it.slot, rows + base)
+            sources[first:stop] = np.where(rows + base < self._ends[it.slot], fed, above)
             targets[stop - it.outputs : stop] = self.numbers(it.slot, rows[len(rows) - it.outputs :])
             first = stop
         sources[first:] = self.unused

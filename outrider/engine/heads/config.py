@@ -36,7 +36,12 @@ class HeadsConfig:
     @property
     def features(self) -> Features:
         """The hidden states of the target that the heads need."""
-        return Features(self.layers, all_rows=self.kind in ("eagle", "eagle-3"))
+        return Features(self.layers, all_rows=self.eagle)
+
+    @property
+    def eagle(self) -> bool:
+        """Whether the heads are a layer over features of all rows."""
+        return self.kind in ("eagle", "eagle-3")
 
     def write(self, folder: Path) -> None:
         """Write config.json into an existing folder."""

@@ -34,7 +34,7 @@ class Fusion:
 def check_eagle(folder: Path, target: Path) -> HeadsConfig:
     """Return the config of EAGLE heads. Raises as `check_heads`, and ConfigError for heads of another kind."""
     shape = check_heads(folder, target)
-    if shape.kind not in ("eagle", "eagle-3"):
+    if not shape.eagle:
         raise ConfigError(f"{folder}: {shape.kind} heads draft inside the verifier alone; take EAGLE heads")
     return shape
 

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot
+from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot, KeptFeatures
+from outrider.engine.logits import HostLogits, LogitsRow, logits_rows
 
 
 class _LastRowDrafts:
     """Base of speculators that draft from the features of the last committed row alone."""
+
+    grows = False
 
     def __init__(self, embeddings: TargetEmbeddings) -> None:
         self._embeddings = embeddings
@@ -26,8 +30,9 @@ class _LastRowDrafts:
     def open_slot(self, slot: int, source: int | None, rows: int) -> None:
         self._latest.pop(slot, None)
 
-    def add_features(self, slot: int, start: int, features: Tensor) -> None:
-        self._latest[slot] = features[-1:].clone()
+    def add_features(self, hidden: Tensor, kept: Sequence[KeptFeatures]) -> None:
+        for slot, _, rows, _ in kept:
+            self._latest[slot] = hidden[rows[-1:]]
 
     def _features(self, roots: Sequence[HeadRoot]) -> Tensor:
         """Return the features that each root is drafted from: [roots, width]."""
@@ -46,18 +51,18 @@ class MedusaDrafts(_LastRowDrafts):
         self._logits = np.empty((0, 0, 0), np.float32)  # [roots, depth, vocabulary]
         self._rows: list[tuple[int, int]] = []  # the root and the level of each row
 
-    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
+    def begin(self, roots: Sequence[HeadRoot], levels: int = 0) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
         with torch.inference_mode():
             logits = self._network(self._features(roots), self._embeddings.unembed)
             self._logits = mask_padding(logits, self._embeddings)
         self._rows = [(root, 0) for root in range(len(roots))]
-        return [*self._logits[:, 0]]
+        return [*logits_rows(HostLogits(self._logits[:, 0]), 0, len(roots))], []
 
-    def expand(self, nodes: Sequence[HeadNodes]) -> FloatRows:
+    def expand(self, nodes: Sequence[HeadNodes]) -> list[LogitsRow]:
         new = [(root, level + 1) for root, level in (self._rows[node.parent] for node in nodes)]
         self._rows += new
-        logits: FloatRows = self._logits[[root for root, _ in new], [level for _, level in new]]
-        return logits
+        logits = self._logits[[root for root, _ in new], [level for _, level in new]]
+        return logits_rows(HostLogits(logits), 0, len(nodes))
 
 
 class MlpDrafts(_LastRowDrafts):
@@ -71,12 +76,13 @@ class MlpDrafts(_LastRowDrafts):
         self._network = network
         self._rows: list[tuple[int, Tensor]] = []  # the level of each row, and its state [inner]
 
-    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
+    def begin(self, roots: Sequence[HeadRoot], levels: int = 0) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
         self._rows = []
         with torch.inference_mode():
-            return [*self._step(0, self._features(roots), [root.tokens[-1] for root in roots])]
+            logits = self._step(0, self._features(roots), [root.tokens[-1] for root in roots])
+        return [*logits_rows(HostLogits(logits), 0, len(roots))], []
 
-    def expand(self, nodes: Sequence[HeadNodes]) -> FloatRows:
+    def expand(self, nodes: Sequence[HeadNodes]) -> list[LogitsRow]:
         levels = [self._rows[node.parent][0] + 1 for node in nodes]
         first = len(self._rows)
         found: dict[int, tuple[FloatRows, tuple[int, Tensor]]] = {}
@@ -87,7 +93,8 @@ class MlpDrafts(_LastRowDrafts):
                 logits = self._step(level, states, [nodes[index].token for index in of_level])
                 found |= dict(zip(of_level, zip(logits, self._rows[-len(of_level) :], strict=True), strict=True))
         self._rows[first:] = [found[index][1] for index in range(len(nodes))]
-        return np.stack([found[index][0] for index in range(len(nodes))])
+        logits = np.stack([found[index][0] for index in range(len(nodes))])
+        return logits_rows(HostLogits(logits), 0, len(nodes))
 
     def _step(self, level: int, states: Tensor, tokens: Sequence[int]) -> FloatRows:
         states = self._network(level, states, self._embeddings.embed(torch.tensor([*tokens])))

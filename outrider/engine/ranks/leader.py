@@ -51,6 +51,7 @@ class Leader(Engine):
         super().__init__(engine)
         self.heartbeat_s = BEAT_S
         self.ranks = group.shard.of
+        self.speculator = engine.speculator
         self._engine = engine
         self._group = group
         self._changes: list[Change] = []

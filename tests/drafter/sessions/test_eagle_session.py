@@ -17,7 +17,7 @@ from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.device.eagle import DeviceEagle
+from outrider.engine.device.fed_eagle import FedEagle
 from outrider.engine.heads.config import Kind
 from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import read_target_embeddings
@@ -50,15 +50,15 @@ class Text:
         return self.fused[start - 1 : stop - 1].view(torch.int16).numpy().view(np.uint16)
 
 
-Loading = Callable[[Path, Path], EagleEngine | DeviceEagle]
+Loading = Callable[[Path, Path], EagleEngine | FedEagle]
 
 
 def on_cpu(folder: Path, target: Path) -> EagleEngine:
     return EagleEngine.load(folder, target, precise=True, slots=2, threads=1)
 
 
-def on_device(folder: Path, target: Path) -> DeviceEagle:
-    engine = DeviceEagle.load_heads(folder, target, device=DEVICE, precise=True, slots=2)
+def on_device(folder: Path, target: Path) -> FedEagle:
+    engine = FedEagle.load_heads(folder, target, device=DEVICE, precise=True, slots=2)
     taped(engine)
     return engine
 

@@ -322,11 +322,12 @@ def test_kv_leaves_memory_to_adapters(checkpoint: Path, monkeypatch: pytest.Monk
     sides = 4 * 64 + 2 * (64 + 32) + 3 * (64 + 128)
     assert weights > sides
     assert form.bytes_of(RESERVED_RANK) == 2 * 3 * RESERVED_RANK * sides
-    page = 2 * config.layers * config.kv_heads * 64 * config.head_dim * 2
+    page = kv_memory.page_bytes(config, torch.bfloat16)
+    assert page == 2 * config.layers * config.kv_heads * 64 * config.head_dim * 2
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (kv_memory.WORKSPACE_BYTES + 101 * page, 2**40))
 
     def pages(reserved: int) -> int:
-        return kv_memory.pages_for(form.device, config, torch.bfloat16, 90, 200, None, ALONE, reserved)
+        return kv_memory.pages_for(form.device, page, 90, 200, None, ALONE, reserved)
 
     assert (pages(0), pages(20 * page)) == (100, 80)
     with pytest.raises(ConfigError, match="free for it; lower max_adapters"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.core.sampling.noise import Draw, generation_base
-from outrider.engine.device.eagle import DeviceEagle
+from outrider.engine.device.fed_eagle import FedEagle
 from outrider.engine.heads.config import Kind
 from outrider.errors import ConfigError
 from tests.engine.device.taped import DEVICE, taped
@@ -23,7 +23,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small"))
 
 
-def fused(engine: DeviceEagle, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+def fused(engine: FedEagle, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
     rows = np.random.default_rng(seed).normal(size=(count, engine.fed_width)).astype(np.float32)
     return (rows.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16, cut off
 
@@ -32,7 +32,7 @@ def fused(engine: DeviceEagle, count: int, seed: int) -> np.ndarray[Any, np.dtyp
 def test_grown_levels_are_what_passes_of_the_same_rows_compute(kind: Kind, small: Path, tmp_path: Path) -> None:
     """Of one text the first rows have no features; another one is read in two chunks."""
     random_heads(kind, small, tmp_path)
-    engines = [DeviceEagle.load_heads(tmp_path, small, device=DEVICE, precise=True, slots=3) for _ in range(2)]
+    engines = [FedEagle.load_heads(tmp_path, small, device=DEVICE, precise=True, slots=3) for _ in range(2)]
     tapes = taped(engines[0])
     texts = [np.random.default_rng(seed).integers(0, engines[0].vocabulary, 30 + seed) for seed in range(2)]
     for engine in engines:
@@ -48,7 +48,7 @@ def test_grown_levels_are_what_passes_of_the_same_rows_compute(kind: Kind, small
 
 def test_a_call_without_a_row_that_has_features_returns_nothing(small: Path, tmp_path: Path) -> None:
     random_heads("eagle-3", small, tmp_path)
-    engine = DeviceEagle.load_heads(tmp_path, small, device=DEVICE, precise=True, slots=1)
+    engine = FedEagle.load_heads(tmp_path, small, device=DEVICE, precise=True, slots=1)
     tokens = np.arange(1, 20)
     assert engine.forward([prompt(0, tokens, wanted=0)]).shape == (0, engine.vocabulary)
     assert engine.sample([prompt(0, tokens, wanted=0)], [None], 64).vocabulary == engine.vocabulary
@@ -59,4 +59,4 @@ def test_a_call_without_a_row_that_has_features_returns_nothing(small: Path, tmp
 def test_a_device_that_is_not_there_is_refused(small: Path, tmp_path: Path) -> None:
     random_heads("eagle", small, tmp_path)
     with pytest.raises(ConfigError, match="there is no cuda:9 here"):
-        DeviceEagle.load_heads(tmp_path, small, device="cuda:9", precise=False, slots=1)
+        FedEagle.load_heads(tmp_path, small, device="cuda:9", precise=False, slots=1)

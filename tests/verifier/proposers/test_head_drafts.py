@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.engine import Engine
+from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.loading import check_heads, load_speculator
-from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot, Speculator
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
 from outrider.engine.loading import load_engine
+from outrider.engine.logits import LogitsRow
 from outrider.errors import ConfigError
 from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
-from tests.engine.taught import random_heads, taught_heads
+from tests.engine.taught import random_heads, target_with_heads, taught_heads
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.proposers.head_proposer import NoHeadProposer, SpeculatorProposer
 from verifier_svc.scheduler import StepScheduler
@@ -55,17 +57,19 @@ class Counted:
     """A speculator, and how often it was asked."""
 
     def __init__(self, speculator: Speculator) -> None:
-        self.begun = self.expanded = 0
+        self.begun = self.expanded = self.grown = 0
         self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
-        self.all_levels_at_once = speculator.all_levels_at_once
+        self.all_levels_at_once, self.grows = speculator.all_levels_at_once, speculator.grows
         self.open_slot, self.add_features = speculator.open_slot, speculator.add_features
         self._speculator = speculator
 
-    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
+    def begin(self, roots: Sequence[HeadRoot], levels: int) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
         self.begun += 1
-        return self._speculator.begin(roots)
+        rows, grown = self._speculator.begin(roots, levels)
+        self.grown += len(grown)
+        return rows, grown
 
-    def expand(self, nodes: Sequence[HeadNodes]) -> FloatRows:
+    def expand(self, nodes: Sequence[HeadNodes]) -> list[LogitsRow]:
         self.expanded += 1
         return self._speculator.expand(nodes)
 
@@ -79,7 +83,9 @@ class Cluster:
             engine = load_engine(target, dtype="float32", slots=slots, threads=1, features=features)
         self.heads: SpeculatorProposer | None = None
         if heads is not None and features is not None:
-            self.speculator = Counted(load_speculator(heads, target, precise=True, slots=slots, context=CONTEXT))
+            self.speculator = Counted(
+                engine.speculator or load_speculator(heads, target, precise=True, slots=slots, context=CONTEXT)
+            )
             self.heads = SpeculatorProposer(self.speculator, engine.hidden, every=features.all_rows)
         self.loop = StepScheduler(
             engine, FREE, prefill_chunk=4, max_nodes=64, publish=lambda *_: None, head_proposer=self.heads
@@ -112,6 +118,21 @@ async def commits_of(session: VerifierSession) -> list[StepCommit]:
     return found
 
 
+def on_cpu(target: Path, heads: Path) -> Engine:
+    return load_engine(target, dtype="float32", slots=4, threads=1, features=check_heads(heads, target).features)
+
+
+def on_device(target: Path, heads: Path) -> Engine:
+    return target_with_heads(target, heads, slots=4)
+
+
+Loading = Callable[[Path, Path], Engine]
+EAGLE_KINDS = ("eagle", "eagle-3")
+BOTH = pytest.mark.parametrize(
+    ("kind", "loading"), [(kind, on_cpu) for kind in KINDS] + [(kind, on_device) for kind in EAGLE_KINDS]
+)
+
+
 async def generated(
     target: Path, heads: Path | None, plan: Plan = PLAN, engine: Engine | None = None
 ) -> tuple[list[list[int]], list[int]]:
@@ -135,40 +156,56 @@ def plain(target: Path) -> list[list[int]]:
     return asyncio.run(generated(target, None, OFF))[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_random_heads_change_nothing(kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+@BOTH
+async def test_random_heads_change_nothing(
+    kind: Kind, loading: Loading, target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
     random_heads(kind, target, tmp_path, own_head=True)
-    texts, accepted = await generated(target, tmp_path)
+    texts, accepted = await generated(target, tmp_path, engine=loading(target, tmp_path))
     assert texts == plain
     assert sum(accepted) > 0  # of sixteen tokens some guesses are right
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@BOTH
 async def test_heads_that_know_the_text_are_accepted(
-    kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path
+    kind: Kind, loading: Loading, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     taught_heads(kind, target, tmp_path, plain[0])
-    texts, accepted = await generated(target, tmp_path)
+    texts, accepted = await generated(target, tmp_path, engine=loading(target, tmp_path))
     assert texts == plain
     greedy_tokens = len(plain[0]) - len(TEXT)
     steps = greedy_tokens - accepted[0]
     assert greedy_tokens / steps > 1.5
 
 
+async def test_a_device_grows_the_levels_of_a_round(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    """One session's grammar takes what the host draws: its levels are expanded one by one."""
+    taught_heads("eagle", target, tmp_path, plain[0])
+    async with Cluster(target, tmp_path, on_device(target, tmp_path)) as cluster:
+        assert cluster.heads is not None
+        session = cluster.open(0, temperature=0.0)
+        await commits_of(session)
+        assert session.tokens == plain[0]
+        assert cluster.speculator.grown > 10
+
+
+@pytest.mark.parametrize("device", [False, True])
 async def test_two_ranks_with_heads_generate_what_one_generates(
-    target: Path, plain: list[list[int]], tmp_path: Path
+    device: bool, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     taught_heads("eagle", target, tmp_path, plain[0])
-    features = check_heads(tmp_path, target).features
-    with ranked(2, target, features=features, slots=4) as ranks, ranks.lead(target) as leader:
+    terms: dict[str, Any] = {"features": check_heads(tmp_path, target).features, "slots": 4}
+    if device:
+        terms |= {"by": "torch", "device": "cpu", "heads": tmp_path}
+    with ranked(2, target, **terms) as ranks, ranks.lead(target) as leader:
         texts, accepted = await generated(target, tmp_path, engine=leader)
     assert texts == plain
     assert accepted[0] > 20
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize(("kind", "loading"), [("medusa", on_cpu), ("eagle", on_cpu), ("eagle-3", on_device)])
 async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
-    kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path
+    kind: Kind, loading: Loading, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     """Warm slots are taken up where they end, or copied; a session that goes while it is drafted for is forgotten."""
     taught_heads(kind, target, tmp_path, plain[0])
@@ -189,7 +226,7 @@ async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
 
     async with Cluster(target, None) as without:
         expected = await life(without)
-    async with Cluster(target, tmp_path) as cluster:
+    async with Cluster(target, tmp_path, loading(target, tmp_path)) as cluster:
         assert await life(cluster) == expected
         assert cluster.speculator.begun > 20
 
@@ -285,7 +322,7 @@ def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(targ
         load(VerifierConfig(model=MODELS / "target", heads=tmp_path))
     with pytest.raises(ConfigError, match="only the native backend gives"):
         load(VerifierConfig(model=target, heads=tmp_path, backend="transformers"))
-    with pytest.raises(ConfigError, match="on a CPU alone, not on cuda:0; give them to a drafter"):
+    with pytest.raises(ConfigError, match="medusa heads draft on a CPU alone, not on cuda:0; take EAGLE heads"):
         load(VerifierConfig(model=target, heads=tmp_path, device="cuda:0"))
     config = VerifierConfig(model=target, heads=tmp_path, slots=2)
     assert isinstance(make_head_proposer(config, load(config)[0]), SpeculatorProposer)
