@@ -103,5 +103,5 @@ class Graphs(Tapes):
 
 def taped(engine: Any) -> Tapes:
     """Has an engine record as if it were on a GPU, unless it is on one."""
-    engine._recorder = tapes = Graphs(engine._recorder) if ON_GPU else Tapes()
+    engine.recorder = tapes = Graphs(engine.recorder) if ON_GPU else Tapes()
     return tapes

@@ -308,14 +308,14 @@ def test_more_rows_than_a_pass_or_a_head_holds(tmp_path: Path) -> None:
 
 def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path) -> None:
     engine = on_device(make_checkpoint(tmp_path), slots=2, rows=150)
-    recorder = engine._recorder
+    recorder = engine.recorder
     made: list[Callable[[], None]] = []
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         made.append(recorder.record(work))
         return made[-1]
 
-    engine._recorder = SimpleNamespace(record=record)
+    engine.recorder = SimpleNamespace(record=record)
     engine.record()
     recordings = len(ROWS) + 3 * len(OUTPUTS) + 3 * sum(count <= RESTRICTED for count in OUTPUTS) + len(LEVELS)
     assert len(made) == recordings

@@ -7,6 +7,7 @@ it repeat what the host did once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.device import DeviceEngine, eagle, staging, torch_kernels
 from outrider.engine.device.adapter_memory import AdapterForm
 from outrider.engine.device.adapter_table import AdapterShape
 from outrider.engine.device.cuda_graphs import NoRecorder
 from outrider.engine.device.eagle import DeviceEagle
+from outrider.engine.device.eagle_model import EagleModel
 from outrider.engine.features import Features
 from outrider.engine.heads.config import Kind
-from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.ranks.group import ALONE
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
@@ -167,20 +168,20 @@ def test_nothing_of_a_recording_is_on_the_host(recorder: Callable[[str, int], Re
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a capture shows it")
+@pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
 def test_nothing_of_the_recordings_of_heads_is_on_the_host(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, refusing = make_checkpoint(tmp_path / "target"), Refusing()
-    _, network = random_heads(kind, target, tmp_path / "heads")
-    assert isinstance(network, Eagle | Eagle3)
-    loaded = DeviceEagle.load_heads(tmp_path / "heads", target, device="cpu", precise=False, slots=3)
+    random_heads(kind, target, tmp_path / "heads")
+    config, place = read_config(target), torch.device("cpu")
+    model = EagleModel.read(tmp_path / "heads", config, Weights(target), torch.bfloat16, place)
     patch(monkeypatch)
     monkeypatch.setattr(eagle, "kernels_for", lambda device: torch_kernels)
-    monkeypatch.setattr(eagle, "recorder_for", lambda device: refusing)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
-        weights = on_cuda(loaded._model.weights)
-        engine = DeviceEagle(network, loaded._config, weights, b"", device=CUDA, slots=3, rows=200, pages=12)
+        model = replace(model, weights=on_cuda(model.weights))
+        engine = DeviceEagle(model, b"", device=CUDA, slots=3, rows=200, pages=12, recorder=refusing, window=window)
         plan = engine._layers_for(16, adapted=False).plan
         engine._choice.record(16, 64)
         engine._growth.choose(plan)
