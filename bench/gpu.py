@@ -325,8 +325,11 @@ class GpuRun:
         new = PaddedShape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
         return PaddedWeights(Weights(folder), config, new)
 
-    def _engine(self, weights: PaddedWeights, slots: int, dtype: DeviceDtype, adapters: int = 0) -> DeviceEngine:
-        from outrider.engine.device import DeviceEngine
+    def _engine(
+        self, weights: PaddedWeights, slots: int, dtype: DeviceDtype, adapters: int = 0, heads: Path | None = None
+    ) -> DeviceEngine:
+        from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
+        from outrider.engine.heads.config import read_heads_config
 
         engine = DeviceEngine.of(
             weights,
@@ -336,7 +339,11 @@ class GpuRun:
             dtype=dtype,
             slots=slots,
             adapters=adapters,
+            features=None if heads is None else read_heads_config(heads).features,
+            heads=heads,
         )
+        if heads is not None:
+            DeviceEagleDrafts(engine)
         engine.record()
         return engine
 

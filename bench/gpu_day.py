@@ -31,6 +31,9 @@ TESTS = (
     "tests/drafter/test_ranked_by_engine.py",
     "tests/drafter/sessions/test_eagle_session.py",
     "tests/drafter/test_grown_trees.py",
+    "tests/engine/test_heads.py",
+    "tests/verifier/proposers/test_head_drafts.py",
+    "tests/verifier/test_preempted_features.py",
     "tests/verifier/test_begun_steps.py",
     "--deselect=tests/verifier/test_drawn_by_engine.py::test_noise_is_not_computed_twice",  # of the compiled sampler
 )
@@ -78,6 +81,8 @@ PARTS = (
     ),
     _profile("8b-1", "--rows", "1", "--rows", "16"),
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
+    _profile("8b-1-heads", "--rows", "8", "--levels", "4", "--heads"),
+    _profile("8b-8-heads", "--texts", "8", "--rows", "4", "--levels", "3", "--heads"),
     _profile("8b-8-adapters", "--texts", "8", "--rows", "1", *ADAPTERS),
     _profile("8b-8-adapters-float8", "--texts", "8", "--rows", "1", "--dtype", "float8", *ADAPTERS),
     _profile("1b-1-drafter", *DRAFTER, "--rows", "1", "--rows", "4"),

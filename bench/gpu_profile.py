@@ -3,7 +3,8 @@
 The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
 text, without adapters or with some, are measured and then traced: milliseconds of a step, those until the host has
 launched it, and the sum over all kernels; then the microseconds of each kernel in a step. With `--levels`, so many
-levels that the device grows behind a drafter's step are measured beside as many steps of the host.
+levels that the device grows behind a drafter's step are measured beside as many steps of the host. With `--heads`, the
+target has EAGLE-3 heads, and rounds of as many levels are measured, which begin with what a step keeps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.device.token_choice import VERIFIED
 from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, Growth
+from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
 from outrider.engine.masks import tree_mask
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 STEPS = 12
 WARM_UPS = 3
 TOP = 16  # kernels shown
+FOLLOWING = 7  # the token behind a prompt
 
 
 def main(
@@ -52,6 +55,7 @@ def main(
     rank: Annotated[int, typer.Option(min=1, help="Of these adapters.")] = 16,
     best: Annotated[int, typer.Option(help="Candidates of a row, as a drafter needs them; 0: as a verifier.")] = 0,
     levels: Annotated[int, typer.Option(min=0, max=MOST_LEVELS, help="Levels grown behind a drafter's step.")] = 0,
+    heads: Annotated[bool, typer.Option("--heads", help="EAGLE-3 heads, random ones, on the target.")] = False,
     device: Annotated[str, typer.Option()] = "cuda",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
 ) -> None:
@@ -65,16 +69,22 @@ def main(
     )  # fmt: skip
     began = time.perf_counter()
     weights, most = run._weights("target", shape), max(adapters or (0,))
-    engine = run._engine(weights, texts, dtype, most)  # type: ignore[arg-type]
+    with TemporaryDirectory(prefix="outrider-profile-") as folder:
+        folders = make_heads(Path(folder), weights.config) if heads else None
+        engine = run._engine(weights, texts, dtype, most, folders)  # type: ignore[arg-type]
     loaded = time.perf_counter()
     print(
         f"profile: loaded and recorded in {loaded - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
         flush=True,
     )
-    for slot, prompt in enumerate(run._prompts(texts)):
+    prompts = run._prompts(texts)
+    for slot, prompt in enumerate(prompts):
         for start in range(0, context, 256):
             part = np.array(prompt[start : start + 256])
             engine.forward([Segment(slot, start, part, start + np.arange(len(part)), None, 0)])
+            if engine.speculator is not None:
+                kept = KeptFeatures(slot, start, range(len(part)), [*prompt, FOLLOWING][start : start + len(part) + 1])
+                engine.speculator.add_features(engine.hidden(), [kept])
     handles = loaded_adapters(engine, weights.config, most, rank)
     for count, used in product(rows or (1, 8, 16), adapters or (0,)):
         segments, draws = work(texts, count, context, handles[:used])
@@ -102,6 +112,12 @@ def main(
             print(
                 f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} levels={1 + levels} "
                 f"on_device_ms={grown_ms:.3f} by_host_ms={stepped_ms:.3f}"
+            )
+        if engine.speculator is not None:
+            round_ms, features_ms = drafted_by_heads(torch, engine, segments, draws, prompts, levels)
+            print(
+                f"profile: shape={shape} texts={texts} rows={count} dtype={dtype} heads=eagle-3 levels={1 + levels} "
+                f"round_ms={round_ms:.3f} features_ms={features_ms:.3f}"
             )
         for name, (calls, spent_us) in kernels[:TOP]:
             print(f"  {spent_us:9.1f} us {calls:6.1f} calls {spent_us / max(calls, 1e-9):8.2f} us each  {name[:90]}")
@@ -149,6 +165,52 @@ def drafted(
             engine.sample(later, draws, CANDIDATES)
         stepped.append(time.perf_counter() - began)
     return median(grown[WARM_UPS:]) * 1e3, median(stepped[WARM_UPS:]) * 1e3
+
+
+def make_heads(folder: Path, config: ModelConfig) -> Path:
+    """Write random EAGLE-3 heads for a target."""
+    from outrider.engine.heads.checkpoint_io import make_network, save_network
+    from outrider.engine.heads.config import make_heads_config
+
+    shape = make_heads_config("eagle-3", config, depth=MOST_LEVELS + 1)
+    save_network(folder, shape, make_network(shape))
+    return folder
+
+
+def drafted_by_heads(
+    torch: Any,
+    engine: DeviceEngine,
+    segments: Sequence[Segment],
+    draws: Sequence[Draw],
+    prompts: Sequence[Sequence[int]],
+    levels: int,
+) -> tuple[float, float]:
+    """Return the milliseconds of a round of a level and so many more below the last tokens, and of keeping a step's
+    features."""
+    assert engine.speculator is not None
+    texts = [[*prompt, FOLLOWING] for prompt in prompts]
+    growths = [Growth(len(text), np.zeros(1), 1.0, 3, -20.0, 10**6) for text in texts]
+    roots = [
+        HeadRoot(it.slot, text, draw, growth)
+        for it, text, draw, growth in zip(segments, texts, draws, growths, strict=True)
+    ]
+    first = np.cumsum([0, *(len(it.tokens) for it in segments)])
+    kept = [
+        KeptFeatures(it.slot, it.prefix, [int(row)], text[it.prefix :])
+        for it, text, row in zip(segments, texts, first, strict=False)
+    ]
+    rounds, keeping = [], []
+    for _ in range(WARM_UPS + STEPS):
+        engine.sample(segments, draws)
+        began = time.perf_counter()
+        engine.speculator.add_features(engine.hidden(), kept)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        keeping.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        engine.speculator.begin(roots, levels)
+        rounds.append(time.perf_counter() - began)
+    return median(rounds[WARM_UPS:]) * 1e3, median(keeping[WARM_UPS:]) * 1e3
 
 
 def traced(torch: Any, repeated: Any) -> tuple[float, list[tuple[str, tuple[float, float]]]]:

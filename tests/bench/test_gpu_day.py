@@ -68,6 +68,7 @@ def test_parity_and_profile_run_without_a_gpu() -> None:
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "copies"], "parity: device=cpu"),
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "adapters"], "parity: device=cpu adapters="),
         (gpu_profile.main, [*PROFILE, "--rows", "2"], "rows=2 dtype=bfloat16 best=0 adapters=0"),
+        (gpu_profile.main, [*PROFILE, "--rows", "3", "--heads", "--levels", "2"], "heads=eagle-3 levels=3 round_ms="),
         (gpu_profile.main, [*PROFILE, "--rows", "1", "--texts", "3", "--adapters", "2"], "adapters=2 rank=16 step_ms="),
     ):
         app = typer.Typer()

@@ -41,7 +41,7 @@ def pages_for(
     if device.type == "cuda":
         room = max(0, torch.cuda.mem_get_info(device)[0] - WORKSPACE_BYTES - reserved) // page - 1
         if room < least:
-            fewer = "lower max_adapters, " if reserved else ""
+            fewer = "lower max_adapters or slots, " if reserved else ""
             raise ConfigError(
                 f"context: the KV of one text of {rows - SCRATCH} tokens takes {least * page / 2**30:.1f} GiB, and "
                 f"{max(0, room * page) / 2**30:.1f} GiB of {device} are free for it; {fewer}lower the context, "

@@ -330,7 +330,7 @@ def test_kv_leaves_memory_to_adapters(checkpoint: Path, monkeypatch: pytest.Monk
         return kv_memory.pages_for(form.device, page, 90, 200, None, ALONE, reserved)
 
     assert (pages(0), pages(20 * page)) == (100, 80)
-    with pytest.raises(ConfigError, match="free for it; lower max_adapters"):
+    with pytest.raises(ConfigError, match="free for it; lower max_adapters or slots"):
         pages(99 * page)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (kv_memory.WORKSPACE_BYTES, 2**40))
     with pytest.raises(ConfigError, match="free for it; lower the context"):

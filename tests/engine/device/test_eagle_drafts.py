@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.core.sampling.noise import Draw
-from outrider.engine.device import DeviceEagleDrafts, DeviceEngine, eagle_drafts, eagle_model
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.device import DeviceEagleDrafts, DeviceEngine, eagle_drafts
+from outrider.engine.device.eagle_model import SPARE_PAGES
+from outrider.engine.device.kv_memory import page_bytes
+from outrider.engine.device.page_table import pages_of
 from outrider.engine.growth import LEVEL_ROWS, Growth
 from outrider.engine.heads.config import Kind
 from outrider.engine.heads.loading import load_speculator
@@ -36,7 +40,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_drafts, "KEPT_ROWS", KEPT)
     monkeypatch.setattr(eagle_drafts, "READ_AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(eagle_model, "KEPT_ROWS", KEPT)
 
 
 class Twice:
@@ -197,6 +200,19 @@ def test_a_text_that_is_not_read_yet_gets_no_drafts(small: Path, tmp_path: Path)
     assert np.abs(row.logits - expected).max() < 1e-4 * np.abs(expected).max()
     with pytest.raises(ValueError, match=r"rows \[8, 9\) of a text have no features"):
         add(case.speculator, 0, 9, text)
+
+
+def test_memory_for_kv_is_that_of_the_target_and_of_its_heads(small: Path, tmp_path: Path) -> None:
+    random_heads("eagle", small, tmp_path)
+    page = page_bytes(read_config(small), torch.float32)
+    memory = 40 * page
+    bounded = target_with_heads(small, tmp_path, slots=8, kv_memory=memory)
+    speculator, model = bounded.speculator, bounded.eagle
+    assert isinstance(speculator, DeviceEagleDrafts)
+    assert model is not None
+    assert bounded.pages == memory // (page + model.page_bytes) < 40
+    assert speculator._engine.pages == min(8 * pages_of(bounded.rows), bounded.pages + 8 * SPARE_PAGES)
+    assert model.weights.embedding is bounded._model.weights.embedding
 
 
 def test_heads_need_a_target_that_was_loaded_with_them(small: Path) -> None:
