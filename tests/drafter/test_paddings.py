@@ -22,6 +22,7 @@ from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.session.contract import RULES, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, Hints
+from outrider.engine.candidates import row_candidates
 from outrider.engine.device import DeviceEngine
 from outrider.engine.logits import BestTokens, HostLogits, LogitsRow, logits_rows
 from tests.e2e.tiny import make_tiny
@@ -225,7 +226,7 @@ def test_padding_among_the_best_is_left_out_without_the_row() -> None:
     logits = Ranked(np.zeros((1, PADDED), np.float32))
     for leading, left, fetched in (([7, SHARED + 1, 5], [7, 5], 0), ([SHARED, SHARED + 2, SHARED + 1], None, 1)):
         Ranked.leading = leading
-        found = session._candidates(session.tree.root, LogitsRow(logits, 0))
+        found = row_candidates(LogitsRow(logits, 0), session.sampler, (), session.usable, noised=True)
         assert (found.tokens < SHARED).all()
         assert left is None or found.tokens.tolist() == left
         assert Ranked.fetched == fetched

@@ -16,7 +16,7 @@ from outrider.engine.heads.eagle_drafts import EagleDrafts
 from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.last_row import MedusaDrafts, MlpDrafts
 from outrider.engine.heads.medusa import Medusa
-from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures, Speculator
 from outrider.training.tasks.head_unroll import UnrolledHeads
 
 TARGET = Path("models/target")
@@ -45,10 +45,11 @@ def test_guesses_along_a_text_are_what_would_be_drafted(kind: Kind) -> None:
         for root in range(TEXT - DEPTH):
             speculator = drafts(network, shape, ends)
             speculator.open_slot(0, None, 0)
-            speculator.add_features(0, 0, features[text, : root + 1])
-            (row,) = speculator.begin([HeadRoot(0, tokens[text, : root + 2].tolist())])
+            whole = tokens[text, : root + 2].tolist()
+            speculator.add_features(features[text], [KeptFeatures(0, 0, range(root + 1), whole)])
+            (row,), _ = speculator.begin([HeadRoot(0, whole)])
             for depth in range(DEPTH):
                 assert row is not None
-                np.testing.assert_allclose(guesses[depth].logits[text, root], row, atol=2e-4)
+                np.testing.assert_allclose(guesses[depth].logits[text, root], row.logits, atol=2e-4)
                 if depth + 1 < DEPTH:
                     (row,) = speculator.expand([HeadNodes(depth, int(tokens[text, root + 2 + depth]))])
