@@ -15,7 +15,7 @@ from outrider.engine.checkpoints.model_card import read_card
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.heads.config import KINDS, Kind, read_heads_config
 from outrider.engine.heads.loading import check_family, load_speculator
-from outrider.engine.heads.speculator import HeadNodes, HeadRoot
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 from outrider.errors import ConfigError
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.recipe import HeadsRecipe
@@ -86,11 +86,11 @@ def drafted(heads: Path, target: Path, engine: NativeEngine, generated: TargetTe
         while root + DEPTH <= len(text):
             sampler = Sampler(Contract(seed=seed, max_tokens=40), engine.vocabulary, text[:root], generated.prompt)
             speculator.open_slot(0, None, 0)
-            speculator.add_features(0, 0, features[: root - 1])
-            (row,) = speculator.begin([HeadRoot(0, text[:root])])
+            speculator.add_features(features, [KeptFeatures(0, 0, range(root - 1), text[:root])])
+            (row,), _ = speculator.begin([HeadRoot(0, text[:root])])
             chain: list[int] = []
             while row is not None:
-                guess = sampler.choose(row, chain).token
+                guess = sampler.choose(row.logits, chain).token
                 if guess != text[root + len(chain)]:
                     break
                 chain.append(guess)
