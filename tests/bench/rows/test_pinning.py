@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +32,12 @@ sys.stdin.readline()
 
 
 def cores(pid: int) -> list[set[int]]:
-    """The cores of each thread of a process."""
-    return [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+    """The cores of each thread of a process; of those that do not end meanwhile."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            found.append(os.sched_getaffinity(int(thread)))
+    return found
 
 
 def test_all_threads_of_a_process_are_pinned_and_those_that_it_starts_later() -> None:
