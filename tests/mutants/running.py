@@ -44,14 +44,16 @@ class Result:
 
 
 class Copy:
-    """The repository's tracked files, as they are in the working tree, in a folder where they may be changed."""
+    """The repository's tracked files, as they are in the working tree, in a folder where they may be changed, with the
+    compiled module."""
 
     def __init__(self, folder: Path) -> None:
         """Raises RuntimeError where Python would import other code than the copy's."""
         self.folder = folder
         self._times = count(FIRST_CHANGE_S)
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-        for name in filter(None, tracked.split("\0")):
+        compiled = (str(built.relative_to(ROOT)) for built in (ROOT / "outrider").glob("_native*.so"))
+        for name in (*filter(None, tracked.split("\0")), *compiled):
             if (ROOT / name).exists():  # else it was deleted and not committed
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)

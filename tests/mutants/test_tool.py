@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.mutants.listing import ROOT
+from tests.mutants.running import Copy
 from tests.mutants.tool import EQUIVALENT, Change, Judged, Judgement, Verdict
 
 ENTRIES = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]
@@ -45,3 +47,11 @@ def test_an_equivalent_mutant_changes_what_stands_there(entry: dict[str, Any]) -
     assert entry["after"]
     assert entry["before"] not in entry["after"]
     assert entry["reason"].endswith(".")
+
+
+@pytest.mark.extended
+def test_the_copy_of_the_repository_has_the_compiled_module(tmp_path: Path) -> None:  # bites: of the tool
+    Copy(tmp_path)
+    there = [path.name for path in (ROOT / "outrider").glob("_native*.so")]
+    assert there
+    assert [path.name for path in (tmp_path / "outrider").glob("_native*.so")] == there
