@@ -29,7 +29,8 @@ from outrider.engine.loading import load_engine, outline, requires_torch
 from outrider.engine.ranks.group import ALONE, Group
 from outrider.engine.ranks.leader import lead
 from outrider.errors import ConfigError
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
@@ -171,7 +172,9 @@ def without_model(config: DrafterConfig, worker_id: str) -> DraftServicer:
         slots=config.slots,
         send=upstreams.send,
         resync=upstreams.resync,
-        grammars=GrammarCompiler(folder, model.vocabulary, read_eos_ids(folder, read_json(folder / "config.json"))),
+        grammars=GrammarCompiler(
+            folder, model.vocabulary, read_eos_ids(folder, read_json(folder / "config.json")), patience=Patience()
+        ),
     )
     upstreams.serve(scheduler)
     return DraftServicer(config, worker_id, capacity, upstreams, scheduler)
@@ -228,6 +231,8 @@ def _draft_scheduler(
         resync=resync,
         tree=config.tree,
         lower_tier=stream_servicer,
-        grammars=GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids),
+        grammars=GrammarCompiler(
+            checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids, patience=Patience()
+        ),
         adapters=OwnAdapters(config.adapters, config.max_adapters) if config.adapters is not None else None,
     )

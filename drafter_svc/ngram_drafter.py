@@ -13,7 +13,7 @@ from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
 from outrider.core.sampling.grammar import GrammarState
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 
 CHUNK = 512  # tokens of a text that are read in one turn; takes about ten milliseconds
@@ -111,7 +111,7 @@ class NgramScheduler:
             lookup.extend(part)
             member.read += len(part)
         if not self._is_behind(member):
-            delta = self._propose(mirror, lookup, self._follow_grammar(member, mirror))
+            delta = self._propose(mirror, lookup, self._follow_grammar(key, member, mirror))
             self.nodes += len(delta.tokens)
             self._send(key, delta, mirror.plan.version, True)
 
@@ -139,14 +139,14 @@ class NgramScheduler:
                 return False
         return True
 
-    def _follow_grammar(self, member: NgramMember, mirror: Mirror) -> GrammarState | None:
+    def _follow_grammar(self, key: Attachment, member: NgramMember, mirror: Mirror) -> GrammarState | None:
         """Return the place in the contract's grammar behind the committed tokens; None while it is compiled."""
         grammar = mirror.contract.grammar
         if grammar is None or self._grammars is None:
             return None
         answer = mirror.tokens[member.answer_position :]
         if member.grammar is None:
-            member.grammar = self._grammars.known(grammar, answer)
+            member.grammar = self._grammars.known(grammar, answer, key.tenant)
         else:
             member.grammar.extend(answer[member.followed :])
         member.followed = len(answer)

@@ -37,7 +37,7 @@ from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
 from outrider.engine.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.logits import Logits, logits_rows
 from outrider.engine.page_budget import PageBudget
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
 
@@ -297,7 +297,7 @@ class DraftScheduler:
         self._apply_inbox(key, member)
         session, member.has_read = member.session, False
         if session is not None:
-            self._follow_grammar(session)
+            self._follow_grammar(key, session)
             if member.relay is not None:
                 member.relay.changed = False
             delta = session.refill(self._fit(member, session))
@@ -305,11 +305,12 @@ class DraftScheduler:
             if session.plan.depth:
                 self._send_new(key, member, session, delta)
 
-    def _follow_grammar(self, session: DraftSession) -> None:
+    def _follow_grammar(self, key: Attachment, session: DraftSession) -> None:
         """Has a session draft within its contract's grammar, as soon as that is compiled."""
         grammar = session.contract.grammar
         if grammar is not None and session.sampler.grammar is None and self._grammars is not None:
-            session.sampler.grammar = self._grammars.known(grammar, session.tokens[session.answer_position :])
+            answer = session.tokens[session.answer_position :]
+            session.sampler.grammar = self._grammars.known(grammar, answer, key.tenant)
 
     def _adapter_of(self, key: Attachment, contract: Contract) -> tuple[object | None, str]:
         """Return the model's own adapter for a contract, once it is loaded, and within what KV may then be shared."""
@@ -477,6 +478,8 @@ class DraftScheduler:
         for part, draw in zip(parts, draws, strict=True):
             for node in part.nodes if draw is None else ():
                 part.session.sampler.prepare(node.position + 1)
+            if part.session.sampler.grammar is not None:
+                part.session.sampler.grammar.prefetch([*map(part.session.tree.path, part.nodes)])
             part.session.learn(part.fits)
         self._read_on()
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from outrider.core.acceptance import VERIFY, ChildSampling, SeededRandom, Walk
 from outrider.core.proposers.lookahead import NO_ROWS, WindowRows
 from outrider.core.sampling.filters import FloatRow
+from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
@@ -38,6 +39,7 @@ class SessionWork:
     window_price: float = 0.0  # tokens that could be committed in the time of its rows
     window_seconds: float = 0.0  # spent on it outside the pass
     expected: float = 1.0  # tokens that it should commit, by the calibrated scores of its nodes
+    delayed: bool = False  # the step commits nothing for it: what its grammar allows was not known in time
 
     @property
     def chooses(self) -> bool:
@@ -137,7 +139,7 @@ def kept_rows(
             count = chain + len(work.nodes) + len(work.window.tokens)
         else:
             rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
-        if rows and not work.session.finished:
+        if rows and not work.session.finished and not work.delayed:
             yield work, walked, [first + row for row in rows]
         first += count
 
@@ -191,18 +193,18 @@ def make_noise(step: StepBatch, draws: Sequence[Draw | None]) -> None:
 
 
 def make_masks(step: StepBatch) -> None:
-    """Compute what grammars allow after the root, and along the likeliest path of the nodes that are verified."""
+    """Have computed what grammars allow after the root, and along the likeliest path of the nodes that are verified."""
     for work in step.works:
-        grammar = work.session.sampler.grammar
+        grammar = work.session.grammar
         if grammar is None or not work.chooses:
             continue
-        grammar.allowed(())
-        path, last = [], 0
+        path: tuple[int, ...] = ()
+        paths, last = [path], 0
         for row, (parent, node) in enumerate(zip(work.parents, work.nodes, strict=True), 1):
             if parent == last:  # of a parent's children the one with the best score is the first
-                path.append(node.token)
-                grammar.allowed(path)
-                last = row
+                path, last = (*path, node.token), row
+                paths.append(path)
+        grammar.prefetch(paths)
 
 
 class StepVerdicts:
@@ -247,10 +249,13 @@ class StepVerdicts:
             self._session.rule.child_sampling is ChildSampling.FREELY
         )  # else the text's draws are not known beforehand
         rows = [0 if end < 0 else first + end for end in window.ends]
-        return [
-            int(sampler.leading(self._row(row), window.path(end), 1, noised=noised)[0][0])
-            for row, end in zip(rows, window.ends, strict=True)
-        ]
+        try:
+            return [
+                int(sampler.leading(self._row(row), window.path(end), 1, noised=noised)[0][0])
+                for row, end in zip(rows, window.ends, strict=True)
+            ]
+        except GrammarDelayed:
+            return [int(self._row(row).argmax()) for row in rows]
 
     def _row(self, row: int) -> NDArray[np.float32]:
         return self._logits.row(self._first + row)[: self._session.unpadded_vocabulary]

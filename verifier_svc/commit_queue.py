@@ -9,6 +9,7 @@ from typing import NamedTuple
 from outrider.core.control.attribution import DrafterCredit
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
+from outrider.errors import OutriderError
 
 
 class StepCommit(NamedTuple):
@@ -31,6 +32,7 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         self.durable = durable
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
+        self.failure: OutriderError | None = None  # why the generation cannot go on
         self.on_change: Callable[[], None] = _nothing  # called when a commit, or the end, is put here
         self._window = window
 

@@ -259,6 +259,8 @@ class _Caller:
 
 
 def _why_closed(session: VerifierSession) -> OutriderError:
+    if session.commits.failure is not None:
+        return session.commits.failure
     if session.commits.fenced:
         return Superseded(f"session {session.id} was taken over under a higher epoch")
     return Moved(SHUTTING_DOWN)

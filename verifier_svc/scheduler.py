@@ -29,6 +29,7 @@ from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.control.plain_pace import PlainPace
 from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import OFF, Contract
 from outrider.core.session.digest import NOTHING, Prefix
@@ -59,6 +60,7 @@ FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: ove
 LEAST_SHARE = 4
 ID_CHARACTERS = 8  # of sessions that estimates() names
 MAX_LISTED = 200
+GRAMMARS_S = 0.005  # for which a step waits for grammars' processes
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ class StepScheduler:
             start, kv_slot, engine.vocabulary, patterns, proposer, heads, unpadded_vocabulary=engine.unpadded_vocabulary
         )
         session.fused = self._feature_fuser.open(kv_slot, self._executor)
+        if session.grammar is not None:
+            session.grammar.on_change = self.wake
         self.sessions[session.id] = session
         self._opened += 1
         self.steering.on_opened(self.sessions.values())
@@ -193,6 +197,8 @@ class StepScheduler:
             return
         del self.sessions[session.id]
         session.finished = True
+        if session.grammar is not None:
+            session.grammar.close()
         session.record_answer()
         session.commits.close()
         session.broadcast.close()
@@ -248,6 +254,7 @@ class StepScheduler:
         """Runs steps until cancelled. When it ends, for whatever reason, all sessions are closed at once as moved."""
         try:
             while True:
+                await self._follow_grammars()
                 step = await self._choose()
                 logits = await self._forward(step)
                 walks = self._walk(step, logits)
@@ -274,11 +281,14 @@ class StepScheduler:
         while True:
             await self._memory.prepare()
             self._changed.clear()
+            self._end_failed()
             if self._drained is not None:
                 self._close_all(self._drained)
             if (begun := self._begun_step()) is not None:
                 return begun
             ready = self._prefill_order.sort(self._memory.schedulable(self.sessions.values()))
+            for session in ready:
+                session.propose_forced()
             if not ready:
                 self._learn_latest()
                 back_to_back = False
@@ -303,6 +313,28 @@ class StepScheduler:
                 async with asyncio.timeout(hold):
                     await self._changed.wait()
             waited += time.monotonic() - held
+
+    async def _follow_grammars(self) -> None:
+        """Waits a moment for what grammars force behind the latest commits. Sessions whose grammars take longer join a
+        later step."""
+        ends = time.monotonic() + GRAMMARS_S
+        while late := [grammar for it in self.sessions.values() if (grammar := it.awaited_grammar) is not None]:
+            left = ends - time.monotonic()
+            if left <= 0.0:
+                for grammar in late:
+                    grammar.mark_slow()
+                break
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
+    def _end_failed(self) -> None:
+        """Ends the sessions whose grammars can be followed no longer."""
+        for session in [*self.sessions.values()]:
+            if session.grammar is not None and session.grammar.failure is not None:
+                session.commits.failure = session.grammar.failure
+                self.close(session)
 
     def _begun_step(self) -> StepBatch | None:
         """Return the step whose pass the engine has begun, without the sessions that have ended since."""
@@ -422,7 +454,10 @@ class StepScheduler:
         self._others_wait = any(it.ready and it not in members for it in self.sessions.values())
 
     def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
-        """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""
+        """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt.
+
+        None also where what the grammar allows is not known in time: such a session has no part in the step.
+        """
         walks: list[Walk | None] = []
         first = 0
         for work in step.works:
@@ -432,7 +467,12 @@ class StepScheduler:
             verdicts = StepVerdicts(work, logits, first)
             first += work.outputs
             rows = VerifiedRows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
-            walks.append(work.session.rule.walk(rows, verdicts, verdicts.random_source()))
+            try:
+                walks.append(work.session.rule.walk(rows, verdicts, verdicts.random_source()))
+            except GrammarDelayed:
+                work.delayed = True
+                walks.append(None)
+                continue
             advance(work, verdicts)
         return walks
 
@@ -445,7 +485,7 @@ class StepScheduler:
         for work, walked in zip(step.works, walks, strict=True):
             if (read := work.end - work.start) > 1:
                 self._prefill_order.add(work.session.tenant, read)
-            if work.session.finished:  # closed while the pass ran
+            if work.session.finished or work.delayed:  # closed while the pass ran, or its row is computed again
                 continue
             if walked is None:
                 self._end_prefill(step, work)
@@ -479,7 +519,6 @@ class StepScheduler:
         session.cached = work.end
         self.slots.mark_computed(session.kv_slot.slot, session.cached)
         session.propose_ngrams()
-        session.propose_forced()
         if session.traced is not None:
             session.traced.on_prefill(step.figures, work.start, work.end)
         if isinstance(session, PrefillSession) and not session.ready:

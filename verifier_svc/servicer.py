@@ -18,7 +18,8 @@ from outrider.core.tree.committed_window import settled_prefix
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.offload import offload_if_long
 from outrider.rpc.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
@@ -56,7 +57,13 @@ class DecodeServicer(VerifierServicer):
         self._engine = engine
         self._scheduler = scheduler
         self._stream_servicer = stream_servicer
-        self._grammars = GrammarCompiler(checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids)
+        self._grammars = GrammarCompiler(
+            checkpoint_folder(config.model),
+            engine.unpadded_vocabulary,
+            engine.eos_ids,
+            patience=Patience(),
+            eager=bool(engine.treeless),  # it cannot compute a row again
+        )
         self._adapters = AdapterStore(engine, config.adapters, config.max_adapters)
         self._slot_queue = asyncio.Lock()  # starts wait for a slot in this order
 
@@ -69,13 +76,18 @@ class DecodeServicer(VerifierServicer):
         """Checks a start and opens its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
         `StepScheduler.open`."""
         checked = await offload_if_long(start.tokens, self._check, start)
-        if checked.contract.grammar is not None:
-            answer = checked.tokens[checked.answer_position :]
-            grammar = await asyncio.to_thread(self._grammars.start, checked.contract.grammar, answer)
-            checked = replace(checked, grammar=grammar)
         if checked.contract.adapter is not None:
             checked = replace(checked, adapter=await self._adapters.get(checked.contract.adapter))
-        session = await self._open(checked)
+        if checked.contract.grammar is None:
+            session = await self._open(checked)
+        else:
+            answer = checked.tokens[checked.answer_position :]
+            grammar = await self._grammars.open(checked.contract.grammar, answer, checked.tenant)
+            try:
+                session = await self._open(replace(checked, grammar=grammar))
+            except BaseException:
+                grammar.close()
+                raise
         self._stream_servicer.subscribe_waiting(session)
         return session
 

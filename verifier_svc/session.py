@@ -117,9 +117,22 @@ class VerifierSession(DraftedSession):
         return min(self.end, self.commits.limit) - len(self.tokens)
 
     @property
+    def grammar(self) -> GrammarState | None:
+        """The place in the contract's grammar behind the committed tokens."""
+        return self.sampler.grammar
+
+    @property
+    def awaited_grammar(self) -> GrammarState | None:
+        """The grammar, where a step would serve this session but for it, and it usually takes but a moment."""
+        grammar = self.grammar
+        if grammar is None or not grammar.pending or grammar.slow or self.finished or self.room <= 0:
+            return None
+        return grammar
+
+    @property
     def ready(self) -> bool:
         """Whether a step may serve this session now."""
-        return not self.finished and self.room > 0
+        return not self.finished and self.room > 0 and not (self.grammar is not None and self.grammar.pending)
 
     @property
     def unread(self) -> int:
@@ -128,8 +141,8 @@ class VerifierSession(DraftedSession):
 
     @property
     def ceilings(self) -> Plan:
-        """The plan, with the depth cut to what the generation can still use."""
-        left = self.end - len(self.tokens) - 1
+        """The plan, with the depth cut to what the generation can still use; nothing beside a slow grammar."""
+        left = 0 if self.grammar is not None and self.grammar.slow else self.end - len(self.tokens) - 1
         plan = self.terms.plan
         return plan if plan.depth <= left else replace(plan, depth=max(0, left))
 
@@ -195,7 +208,7 @@ class VerifierSession(DraftedSession):
     def proposes(self) -> bool:
         """Whether the verifier itself may propose nodes for the next step."""
         wanted = self.terms.plan.depth > 0 and (self.ngram_proposer is not None or self.heads is not None)
-        return wanted or self.sampler.grammar is not None
+        return wanted or self.grammar is not None
 
     def propose_ngrams(self) -> None:
         """Feeds the n-gram proposer new tokens and adds its proposals to the tree, where the verifier has one."""
@@ -208,13 +221,13 @@ class VerifierSession(DraftedSession):
                 width=plan.width,
                 vocabulary=self.unpadded_vocabulary,
                 price=self.terms.verified_price,
-                grammar=self.sampler.grammar,
+                grammar=self.grammar,
             )
 
     def propose_forced(self) -> None:
         """Adds the tokens that the contract's grammar forces to the tree, as far as its plan goes."""
-        grammar, plan = self.sampler.grammar, self.ceilings
-        if grammar is None or not self.terms.plan.depth or self.drawn:
+        grammar, plan = self.grammar, self.ceilings
+        if grammar is None or grammar.pending or not plan.depth or self.drawn:
             return
         node = self.tree.root
         for token in grammar.forced()[: min(plan.depth, plan.nodes, self.room - 1)]:
@@ -265,7 +278,6 @@ class VerifierSession(DraftedSession):
         self.sampler.extend(tokens)
         self.terms.committed_at = now
         self.propose_ngrams()
-        self.propose_forced()
         self.arrivals.restart(now, self.tree_value(), resting=self.terms.resting)
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
         commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, drafter_credits)
@@ -275,6 +287,14 @@ class VerifierSession(DraftedSession):
 
 class PrefillSession(VerifierSession):
     """A text that is only prefilled, for a session elsewhere. It ends when all tokens but the last have KV."""
+
+    @property
+    def awaited_grammar(self) -> GrammarState | None:
+        """The grammar, where a step would serve this session but for it, and it usually takes but a moment."""
+        grammar = self.grammar
+        if grammar is None or not grammar.pending or grammar.slow or self.finished or self.room <= 0:
+            return None
+        return grammar
 
     @property
     def ready(self) -> bool:

@@ -1,5 +1,5 @@
-"""Grammars that answers have to follow, by llguidance; another library may take its place behind `GrammarState`."""
+"""Grammars that answers have to follow, compiled and followed by llguidance in processes of their own.
 
-from outrider.grammar.compiler import GrammarCompiler
-
-__all__ = ["GrammarCompiler"]
+A caller's grammar may take any amount of time, memory and stack. So each grammar of a tenant has a process that is
+bounded in all three, which dies alone. `GrammarCompiler` is the servers' side.
+"""

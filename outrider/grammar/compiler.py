@@ -1,239 +1,227 @@
-"""Compiles grammars for one model's vocabulary. Time and memory of what a caller sends are bounded.
+"""Compiles callers' grammars for one model's vocabulary, each in a process of its own, and bounds what they take.
 
-Compiled grammars are kept, because drafters, forks and resumed sessions need them again. A state that is taken from one
-is a copy.
+A compiled grammar is kept for its tenant, because drafters, forks and resumed sessions need it again.
 """
 
 from __future__ import annotations
 
-import json
-import threading
+import asyncio
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from outrider.core.sampling.grammar import GrammarState
 from outrider.core.session.contract import Grammar
-from outrider.core.tools.reasoning import BEGIN, END
-from outrider.errors import ConfigError, InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.grammar.connection import Answer, GrammarConnection
+from outrider.grammar.place import GrammarPlace, Patience
+from outrider.grammar.processes import GrammarProcesses
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance._grammar_from import GrammarFormat
+KEPT_PROCESSES = 32  # compiled grammars that no session follows
+KEPT_BYTES = 256 << 20  # that these take
+KEPT_REFUSALS = 256  # of grammars that cannot be compiled
+MAX_PROCESSES = 256
+MAX_BYTES = 512 << 20  # of all compiled grammars, from which no more are taken on
+TENANT_SHARE = 0.5  # of both that one tenant may have
+MAX_COMPILING = 64  # grammars of a tenant that are compiled, one after the other
+PIECE = 256  # tokens of an answer that are followed at a time
 
-KEPT = 32  # compiled grammars
-KEPT_MASKS = 32  # of one state, a byte for each id
-INITIAL_FUEL = 1_000_000  # of llguidance for compiling a grammar, some 20 ms
-STEP_FUEL = 200_000  # for a mask, some 15 ms
-STEP_ITEMS = 50_000
-MAX_SYMBOLS = 100_000
-WHITESPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON: without a bound a model may write nothing else for ever
-MAX_STATES = 10_000  # about 2 kB each
+_Key = tuple[str, bytes]  # tenant, and digest of the grammar
 
 
 class GrammarCompiler:
-    """Grammars for the vocabulary of one checkpoint. May be used in any thread."""
+    """Grammars for the vocabulary of one checkpoint. It belongs to one thread, and there to one event loop, if any."""
 
-    def __init__(self, folder: Path, vocabulary: int, eos_ids: Sequence[int]) -> None:
-        """`folder`: of the checkpoint; `vocabulary`: ids that can be chosen; `eos_ids`: those that end a text.
+    def __init__(
+        self,
+        folder: Path,
+        vocabulary: int,
+        eos_ids: Sequence[int],
+        *,
+        patience: Patience | None = None,
+        eager: bool = False,
+    ) -> None:
+        """`folder`: of the checkpoint; `vocabulary`: ids that can be chosen; `eos_ids`: those that end a text;
+        `patience`: with which places wait for their process; None: as long as it takes; `eager`: see `GrammarPlace`.
 
         The tokenizer is read at the first use.
         """
-        self._folder = folder
         self._vocabulary = vocabulary
-        self._eos_ids = [id_ for id_ in eos_ids if id_ < vocabulary]
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher | InvalidRequest] = OrderedDict()
-        self._compiling: set[Grammar] = set()  # in the background
-        self._background = ThreadPoolExecutor(1, "grammars")
+        self._patience = patience
+        self._eager = eager
+        self._processes = GrammarProcesses(folder, vocabulary, eos_ids)
+        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()  # those used last are last
+        self._refused: OrderedDict[_Key, InvalidRequest] = OrderedDict()
+        self._queues: dict[str, list[_Compiled]] = {}  # by tenant: the one that is compiled, and those that wait
 
-    def start(self, grammar: Grammar, answer: Sequence[int] = ()) -> GrammarState:
-        """Return the place in a grammar behind an answer's tokens.
+    async def check(self, grammar: Grammar, tenant: str = "") -> None:
+        """Raise InvalidRequest for a tenant's grammar that cannot be followed, Overloaded where its grammars take too
+        much already, ConfigError where llguidance is missing, Unavailable where its process died."""
+        await self._done(self._find(grammar, tenant))
 
-        Takes a moment for a grammar that is not known yet. Raises InvalidRequest for one that cannot be followed, or
-        takes too much to compile; ConfigError where llguidance is missing.
-        """
-        with self._lock:
-            found = self._compiled.get(grammar)
-        return self._begin(self._remember(grammar) if found is None else found, grammar, answer)
-
-    def known(self, grammar: Grammar, answer: Sequence[int] = ()) -> GrammarState | None:
-        """Return the same, without waiting: None while the grammar is compiled, and if it cannot be."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            begins = found is None and grammar not in self._compiling and len(self._compiling) < KEPT
-            if begins:
-                self._compiling.add(grammar)
-        if begins:
-            self._background.submit(self._remember, grammar)
-        return None if found is None or isinstance(found, InvalidRequest) else self._begin(found, grammar, answer)
-
-    def _begin(self, found: LLMatcher | InvalidRequest, grammar: Grammar, answer: Sequence[int]) -> GrammarState:
-        if isinstance(found, InvalidRequest):
-            raise found
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-            state = _State(found.deep_copy(), self._vocabulary, self._eos_ids)
-        state.extend(answer)
-        return state
-
-    def _remember(self, grammar: Grammar) -> LLMatcher | InvalidRequest:
-        """Compile a grammar and keep it, or why that fails."""
+    async def open(self, grammar: Grammar, answer: Sequence[int] = (), tenant: str = "") -> GrammarPlace:
+        """Return the place in a tenant's grammar behind an answer's tokens. Raises as `check`."""
+        compiled = self._find(grammar, tenant)
+        compiled.places += 1  # it is kept meanwhile
         try:
-            found: LLMatcher | InvalidRequest = self._compile(grammar)
-        except InvalidRequest as error:
-            found = error
+            await self._done(compiled)
         finally:
-            with self._lock:
-                self._compiling.discard(grammar)
-        with self._lock:
-            self._compiled[grammar] = found
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            compiled.places -= 1
+        return self._place(compiled, answer)
+
+    def start(self, grammar: Grammar, answer: Sequence[int] = (), tenant: str = "") -> GrammarPlace:
+        """Return what `open` does; the thread waits meanwhile."""
+        compiled = self._find(grammar, tenant)
+        compiled.connection.wait(None, lambda: compiled.ready)
+        if compiled.failure is not None:
+            raise compiled.failure
+        return self._place(compiled, answer)
+
+    def known(self, grammar: Grammar, answer: Sequence[int] = (), tenant: str = "") -> GrammarPlace | None:
+        """Return a lenient place for a drafter, without waiting: None while the grammar is compiled, and if it cannot
+        be."""
+        try:
+            compiled = self._find(grammar, tenant)
+        except OutriderError:
+            return None
+        if not compiled.ready or compiled.failure is not None:
+            return None
+        return self._place(compiled, answer, lenient=True)
+
+    def close(self) -> None:
+        """End all processes."""
+        for compiled in [*self._compiled.values()]:
+            compiled.connection.close()
+        self._compiled.clear()
+        self._processes.close()
+
+    @property
+    def usage(self) -> GrammarUsage:
+        """What grammars take now."""
+        return GrammarUsage(len(self._compiled), sum(it.bytes for it in self._compiled.values()))
+
+    def _find(self, grammar: Grammar, tenant: str) -> _Compiled:
+        """Return a grammar's process, which may be compiling it still. Raises why there is none."""
+        key = tenant, _digest(grammar)
+        if (refusal := self._refused.get(key)) is not None:
+            self._refused.move_to_end(key)
+            raise refusal
+        found = self._compiled.get(key)
+        if found is not None and found.connection.failure is None:
+            self._compiled.move_to_end(key)
+            return found
+        queue = self._queues.setdefault(tenant, [])
+        if len(queue) >= MAX_COMPILING:
+            raise Overloaded(f"{MAX_COMPILING} of your grammars wait to be compiled; retry in a second")
+        self._make_room(tenant)
+        found = self._compiled[key] = _Compiled(key, self._processes.start())
+        self._compiled.move_to_end(key)
+        found.compile = lambda: found.connection.send(
+            lambda answer: self._on_compiled(found, answer),
+            "compile",
+            grammar.kind,
+            grammar.text,
+            grammar.reasoning,
+        )
+        queue.append(found)
+        if len(queue) == 1:
+            found.compile()
         return found
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        try:
-            import llguidance
-        except ImportError:
-            raise ConfigError("grammar: needs llguidance, which is not installed; pip install llguidance") from None
-        try:
-            with self._reading:
-                if self._tokenizer is None:
-                    path = self._folder / "tokenizer.json"
-                    self._tokenizer = llguidance.LLTokenizer(str(path), self._vocabulary, self._eos_ids)
-        except ValueError as error:
-            raise InvalidRequest("grammar", f"does not work with this model's tokenizer: {error}") from None
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=INITIAL_FUEL,
-            step_lexer_fuel=STEP_FUEL,
-            step_max_items=STEP_ITEMS,
-            max_lexer_states=MAX_STATES,
-            max_grammar_size=MAX_SYMBOLS,
-            verbose_errors=False,
+    def _on_compiled(self, compiled: _Compiled, answer: Answer) -> None:
+        key, compiled.failure, compiled.ready = compiled.key, answer.failure, True
+        if isinstance(answer.failure, InvalidRequest):
+            self._refused[key] = answer.failure
+            if len(self._refused) > KEPT_REFUSALS:
+                self._refused.popitem(last=False)
+        if answer.failure is not None:
+            compiled.connection.close()
+            if self._compiled.get(key) is compiled:
+                del self._compiled[key]
+        queue = self._queues[key[0]]
+        queue.remove(compiled)
+        if queue:
+            queue[0].compile()
+        else:
+            del self._queues[key[0]]
+        for waiter in compiled.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _make_room(self, tenant: str) -> None:
+        """End processes that no session needs, the least recently used first. Raises Overloaded if others take all."""
+        for key, compiled in [*self._compiled.items()]:
+            if compiled.connection.failure is not None:
+                del self._compiled[key]
+        unused = [it for it in self._compiled.values() if it.ready and not it.places]
+        kept_bytes = sum(it.bytes for it in unused)
+        while unused and (len(unused) >= KEPT_PROCESSES or kept_bytes > KEPT_BYTES):
+            oldest = unused.pop(0)
+            kept_bytes -= oldest.bytes
+            oldest.connection.close()
+            del self._compiled[oldest.key]
+        used = [it for it in self._compiled.values() if not it.ready or it.places]
+        for processes, share in ((used, 1.0), ([it for it in used if it.key[0] == tenant], TENANT_SHARE)):
+            if len(processes) >= MAX_PROCESSES * share or sum(it.bytes for it in processes) > MAX_BYTES * share:
+                raise Overloaded("the grammars of running answers take all that there is for them; retry in a second")
+
+    async def _done(self, compiled: _Compiled) -> None:
+        if not compiled.ready:
+            waiter = asyncio.get_running_loop().create_future()
+            compiled.waiters.append(waiter)
+            await waiter
+        if compiled.failure is not None:
+            raise compiled.failure
+
+    def _place(self, compiled: _Compiled, answer: Sequence[int], *, lenient: bool = False) -> GrammarPlace:
+        compiled.places += 1
+        compiled.places_begun += 1
+        place = GrammarPlace(
+            compiled.connection,
+            compiled.places_begun,
+            self._vocabulary,
+            self._patience,
+            compiled.leave,
+            lenient=lenient,
+            eager=self._eager,
         )
-        try:
-            if grammar.kind == "json_schema":
-                source = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITESPACE})
-            elif grammar.kind == "choices":
-                source = llguidance.grammar_from("choice", _checked_choices(grammar.text))
-            else:
-                source = llguidance.grammar_from(cast("GrammarFormat", grammar.kind), grammar.text)
-            if grammar.reasoning:
-                source = self._behind_reasoning(source, optional=grammar.reasoning == "marked")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest("grammar", f"cannot be read: {error}") from None
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise InvalidRequest("grammar", f"cannot be followed: {matcher.get_error()}")
-        if not _State(matcher.deep_copy(), self._vocabulary, self._eos_ids).allowed(()).any():
-            raise InvalidRequest("grammar", "cannot be followed: no token of the model begins such a text")
-        return matcher
-
-    def _behind_reasoning(self, source: str, *, optional: bool) -> str:
-        """Return a grammar in llguidance's form with reasoning before it; `optional`: it may begin with a mark, or be
-        missing; otherwise the prompt has that mark."""
-        grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-        grammars[0]["name"] = "answer"
-        special = self._special_ids
-        end = f"/(?s:.*)/ <[{special[END]}]>" if END in special else f"[suffix={json.dumps(END)}]: /(?s:.*)/"
-        begin = f"<[{special[BEGIN]}]>" if BEGIN in special else json.dumps(BEGIN)
-        before = f"({begin} reasoning)?" if optional else "reasoning"
-        rules = (f"start: {before} @answer", "reasoning: thought SPACE", r"SPACE: /\s{0,8}/")
-        thought = f"thought: {end}" if END in special else f"thought{end}"
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join((*rules, thought))}, *grammars]})
-
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        """The ids of the tokenizer's special tokens, by their text. Its file may have many megabytes."""
-        added = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
-        return {token["content"]: token["id"] for token in added if token.get("special")}
+        for start in range(0, len(answer), PIECE):
+            place.extend(answer[start : start + PIECE])
+        return place
 
 
-def _checked_choices(text: str) -> str:
-    """Return the text. Raises ValueError where it is no list of choices."""
-    choices = json.loads(text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(it, str) and it for it in choices):
-        raise ValueError("choices must be strings, at least one, and none of them empty")
-    return text
+class GrammarUsage(NamedTuple):
+    """What the grammars of a server take."""
+
+    processes: int
+    bytes: int
 
 
-class _State:
-    """A place in a grammar."""
+class _Compiled:
+    """A grammar's process."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, eos_ids: Sequence[int]) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._eos_ids = eos_ids
-        self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}  # by path
-        self._forced: list[int] | None = None
-        self._firsts: dict[tuple[int, ...], int | None] = {}  # of what is forced, by path
+    compile: Callable[[], None]  # sends it the grammar
 
-    def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]:
-        key = tuple(path)
-        mask = self._masks.get(key)
-        if mask is None:
-            if len(self._masks) >= KEPT_MASKS:
-                self._masks.clear()
-            mask = self._masks[key] = self._compute(key)
-        return mask
+    def __init__(self, key: _Key, connection: GrammarConnection) -> None:
+        self.key = key
+        self.connection = connection
+        self.ready = False  # the grammar is compiled, or `failure` says why not
+        self.failure: OutriderError | None = None
+        self.places = 0  # of sessions that follow it
+        self.places_begun = 0
+        self.waiters: list[asyncio.Future[None]] = []
 
-    def allows(self, path: Sequence[int], token: int) -> bool:
-        key = tuple(path)
-        if key in self._masks or token in self._eos_ids:  # an end is no token that the matcher could take back
-            return bool(self.allowed(key)[token])
-        with self._behind(key) as followed:
-            if not followed:
-                return False
-            forced = self._forced_after(key)
-            if forced is not None:  # the mask, too, divides a text that has to follow in one way alone
-                return token == forced
-            with self._behind((token,)) as follows:
-                return follows
+    @property
+    def bytes(self) -> int:
+        """The memory that the grammar takes."""
+        return self.connection.memory_kib << 10
 
-    def _forced_after(self, path: tuple[int, ...]) -> int | None:
-        """Return the first token of the text that has to follow `path`, which the matcher has taken."""
-        if path not in self._firsts:
-            if len(self._firsts) >= KEPT_MASKS:
-                self._firsts.clear()
-            self._firsts[path] = next(iter(self._matcher.compute_ff_tokens()), None)
-        return self._firsts[path]
+    def leave(self) -> None:
+        """One session less follows it."""
+        self.places -= 1
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        if tokens:
-            self._matcher.try_consume_tokens(list(tokens))  # what is behind an end that was ignored changes nothing
-            self._masks.clear()
-            self._firsts.clear()
-            self._forced = None
 
-    def forced(self) -> list[int]:
-        if self._forced is None:
-            self._forced = self._matcher.compute_ff_tokens()
-        return self._forced
-
-    def _compute(self, path: tuple[int, ...]) -> NDArray[np.bool_]:
-        with self._behind(path) as followed:
-            if not followed:
-                return np.zeros(self._vocabulary, np.bool_)
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
-
-    @contextmanager
-    def _behind(self, path: Sequence[int]) -> Iterator[bool]:
-        """Have the matcher take a path meanwhile. Yields whether it may follow."""
-        taken = self._matcher.try_consume_tokens(list(path)) if path else 0
-        try:
-            yield taken == len(path)
-        finally:
-            if taken:
-                self._matcher.rollback(taken)
+def _digest(grammar: Grammar) -> bytes:
+    text = f"{grammar.kind} {grammar.reasoning} {grammar.text}"
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

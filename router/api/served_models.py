@@ -16,7 +16,7 @@ from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.tools.formats import FORMATS, Tools, calls_grammar
 from outrider.core.tools.reasoning import BEGIN, END, reasoning_behind
 from outrider.errors import CheckpointError, InvalidRequest
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from router.api.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
 from router.scheduling.fair_turns import FairTurns
@@ -106,14 +106,16 @@ class ServedModel:
         return await self.encode(prompt, tenant, special=False, context=context)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
-        """Raise InvalidRequest for a tenant's grammar that cannot be followed; Overloaded as `encode`."""
+        """Raise InvalidRequest for a tenant's grammar that cannot be followed, and as `GrammarCompiler.check`."""
         if self.grammars is not None:
-            await self.turns.run(None, tenant, self.grammars.start, grammar)
+            await self.grammars.check(grammar, tenant)
 
     def close(self) -> None:
         """End the model's child processes."""
         if self.chat is not None:
             self.chat.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _encode(self, text: str, special: bool, context: int) -> tuple[int, ...]:
         if context and len(text) > _USUAL * context:

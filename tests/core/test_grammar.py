@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import MAX_GRAMMAR, Contract, Grammar
 from outrider.errors import InvalidRequest
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
 VOCABULARY, EOS = 4096, 4095  # not the first, which numpy takes where all are equal
@@ -151,11 +152,10 @@ def test_one_token_is_asked_about_without_a_mask(compiler: GrammarCompiler) -> N
     grammar, text = Grammar("json_schema", PERSON), ids('{"name": "bob", "age": 12}')
     state = compiler.start(grammar)
     for place, token in enumerate(text):
-        assert state.allows(text[:place], token)
-        assert not state.allows(text[:place], ids("\x01")[0])
-    assert not state.allows((), EOS)
-    assert state.allows(text, EOS)
-    assert state.allows(text[:1], text[1])  # it is where it was
+        assert state.first_allowed(text[:place], [*ids("\x01"), token], 2) == [1]
+    assert not state.first_allowed((), [EOS], 1)
+    assert state.first_allowed(text, [EOS], 1) == [0]
+    assert state.first_allowed(text[:1], text[1:2], 1) == [0]  # it is where it was
 
 
 @pytest.mark.parametrize("length", range(0, 12, 3))
@@ -168,7 +168,8 @@ def test_a_token_is_asked_about_as_the_mask_has_it(compiler: GrammarCompiler, le
         known, path = text[: max(0, place - length)], text[max(0, place - length) : place]
         mask = compiler.start(grammar, known).allowed(path)
         state = compiler.start(grammar, known)
-        assert [state.allows(path, token) for token in range(VOCABULARY)] == mask.tolist()
+        tokens = [token for token in range(VOCABULARY) if token != EOS]
+        assert [*state.first_allowed(path, tokens, VOCABULARY)] == np.flatnonzero(mask[tokens]).tolist()
         beside += int(mask.sum() == 1 and mask[text[place]])
     assert beside > 2
 
@@ -250,15 +251,17 @@ def test_texts_that_are_no_grammar_are_refused() -> None:
         Grammar("regex", "a" * (MAX_GRAMMAR + 1))
 
 
-def test_in_the_background_a_grammar_is_compiled_once() -> None:
+async def test_in_the_background_a_grammar_is_compiled_once() -> None:
     compiler, grammar = GrammarCompiler(FOLDER, VOCABULARY, [EOS]), Grammar("choices", '["a", "b"]')
     wrong = Grammar("regex", "(")
     for _ in range(200):
         found, none = compiler.known(grammar, ids("a")), compiler.known(wrong)
         assert none is None
-        if found is not None and not compiler._compiling:
+        if found is not None:
             break
-        time.sleep(0.02)
+        await asyncio.sleep(0.02)
     assert found is not None
     assert np.flatnonzero(found.allowed(())).tolist() == [EOS]
-    assert isinstance(compiler._compiled[wrong], InvalidRequest)
+    with pytest.raises(InvalidRequest):
+        await compiler.check(wrong)
+    assert compiler.usage.processes == 1

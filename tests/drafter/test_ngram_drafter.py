@@ -17,7 +17,7 @@ from outrider.core.session.contract import Contract, Grammar, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.token_tree import TokenTree
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 
 PLAN = Plan(version=1, depth=6, width=2, nodes=6)
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.core.session.contract import OFF, Contract, Grammar, Plan
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 from tests.verifier.test_step_loop import MODELS, PLAN, TEXT, loop_of, stepped
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
@@ -40,6 +40,8 @@ def opened(
 async def steps(loop: StepScheduler, session: VerifierSession) -> int:
     count = 0
     while not session.finished:
+        await loop._follow_grammars()
+        session.propose_forced()
         await stepped(loop, session)
         count += 1
     loop.close(session)

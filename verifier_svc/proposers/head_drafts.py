@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import Candidates, DrafterFits, floor_score
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
+from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract, Plan
@@ -91,9 +93,10 @@ class HeadDrafts:
         """Adds a node's children from the row of that number, as far as they are worth verifying."""
         terms = self._terms
         path = terms.tree.path(node)
-        self._add_children(
-            node, number, row_candidates(row, terms.sampler, path, terms.vocabulary, noised=self._shared)
-        )
+        with suppress(GrammarDelayed):
+            self._add_children(
+                node, number, row_candidates(row, terms.sampler, path, terms.vocabulary, noised=self._shared)
+            )
 
     def propose_grown(self, numbered: list[Node | None], first: int, level: GrownLevel, tree: int) -> None:
         """Adds the children of a grown level's rows whose nodes are in the tree.

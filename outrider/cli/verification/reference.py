@@ -17,7 +17,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json
 from outrider.engine.hugging_face.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 
 
 class Reference:

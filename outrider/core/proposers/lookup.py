@@ -21,7 +21,7 @@ from outrider.core.proposers.ngram_tree import NOTHING, BestOf, Continuation, Co
 from outrider.core.proposers.noise_mixture import BackgroundDistribution, Found, NoiseMixtureFit
 from outrider.core.proposers.retrieval import Retrieval
 from outrider.core.proposers.suffixes import FinishedOutputs, SessionSuffixes, TenantOutputs
-from outrider.core.sampling.grammar import GrammarState
+from outrider.core.sampling.grammar import GrammarDelayed, GrammarState
 from outrider.core.sampling.noise import gumbel_at
 from outrider.core.session.contract import SHARED_NOISE, Contract
 from outrider.core.tree.node import Node
@@ -234,8 +234,15 @@ def grow(
             claimed = edge_from_code(edge_code(math.log(max(chance, MIN_CHANCE))))
             edge = calibrate(claimed)
             worthwhile = tree.score(parent) * math.exp(edge) >= floor
-            if worthwhile and (grammar is None or grammar.allowed(tree.path(parent))[token]):
+            if worthwhile and (grammar is None or _allows(grammar, tree.path(parent), token)):
                 child = tree.add(parent, token, edge)
                 added.append((child, claimed))
         placed.append(child)
     return added
+
+
+def _allows(grammar: GrammarState, path: Sequence[int], token: int) -> bool:
+    try:
+        return bool(grammar.first_allowed(path, (token,), 1))
+    except GrammarDelayed:
+        return False

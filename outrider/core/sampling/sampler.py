@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from outrider.core.sampling.noise import Draw, NoiseRows, generation_base
 from outrider.core.sampling.restriction import History, Restriction
 from outrider.core.session.contract import Contract
 
-LOOKED_AT = 8  # best tokens of a row that are asked about one by one, before the mask of all is computed
+LOOKED_AT = 8  # best tokens of a row that are asked about, before the mask of all is computed
 
 
 class Choice(NamedTuple):
@@ -184,8 +183,7 @@ class Sampler:
         if leading is None:
             return None
         tokens, scores = leading
-        allowed = (place for place, token in enumerate(tokens.tolist()) if self.grammar.allows(path, token))
-        places = [*islice(allowed, 2)]
+        places = [*self.grammar.first_allowed(path, tokens.tolist(), 2)]
         return (tokens[places], scores[places]) if len(places) == 2 else None
 
     def _within_grammar(self, logits: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float32]:

@@ -1,0 +1,84 @@
+"""Starts the processes of grammars: a first one reads the tokenizer and forks the others (`outrider.grammar.child`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.errors import Unavailable
+from outrider.grammar.connection import GrammarConnection
+
+ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the processes inherit, and no secrets
+
+
+class GrammarProcesses:
+    """Processes for the vocabulary of one checkpoint. The first one starts when it is needed."""
+
+    def __init__(self, folder: Path, vocabulary: int, eos_ids: Sequence[int]) -> None:
+        inputs = (str(folder), str(vocabulary), json.dumps([*eos_ids]))
+        # -P: files in the current directory must not shadow our modules.
+        self._command = [sys.executable, "-P", "-m", "outrider.grammar.child", *inputs]
+        self._first: _FirstProcess | None = None
+        self._spare: GrammarConnection | None = None  # to a process that has begun already
+
+    def start(self) -> GrammarConnection:
+        """Return a connection to a process without a grammar. Raises Unavailable."""
+        spare = self._spare
+        found = self._connect() if spare is None or spare.failure is not None else spare
+        self._spare = self._connect()
+        return found
+
+    def _connect(self) -> GrammarConnection:
+        for _ in range(2):  # the first process may have been killed
+            if self._first is None:
+                self._first = _FirstProcess(self._command)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                if self._first.pass_on(theirs):
+                    return GrammarConnection(ours)
+            ours.close()
+            self.close()
+        raise Unavailable("grammar: no process can be started for it; try again")
+
+    def close(self) -> None:
+        """End the first process; those that it has forked end with their connections."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        if self._first is not None:
+            self._first.close()
+            self._first = None
+
+
+class _FirstProcess:
+    def __init__(self, command: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command],
+                stdin=theirs.fileno(),
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            )
+        self._fd = ours.detach()
+        self.close = weakref.finalize(self, _end, self._process, self._fd)
+
+    def pass_on(self, connection: socket.socket) -> bool:
+        """Have a process forked for a connection. Return whether the first process still takes connections."""
+        with socket.socket(fileno=os.dup(self._fd)) as control:
+            try:
+                socket.send_fds(control, [b"+"], [connection.fileno()], socket.MSG_DONTWAIT)
+            except OSError:
+                return False
+        return True
+
+
+def _end(process: subprocess.Popen[bytes], fd: int) -> None:
+    os.close(fd)
+    process.kill()
+    process.wait()
