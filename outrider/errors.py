@@ -11,7 +11,8 @@ OutriderError
 ├── Conflict              the log already holds other tokens there, or would get a gap
 ├── Overloaded            no capacity; retry after `retry_after` seconds
 ├── Unavailable           a part of the cluster cannot be reached
-│   └── Moved             a server shuts down in order; another one continues at once
+│   ├── Moved             a server shuts down in order; another one continues at once
+│   └── Stalled           a part is connected and does not answer: it stands still
 ├── DeadlineExceeded      the deadline of the call has passed
 ├── Cancelled             the generation was cancelled
 ├── CheckpointError       a model folder is missing, incomplete or of an unknown kind
@@ -76,6 +77,10 @@ class Unavailable(OutriderError):
 
 class Moved(Unavailable):
     """A server shuts down in order and has released the generation where it stands. Another one continues at once."""
+
+
+class Stalled(Unavailable):
+    """A part of the cluster is connected, and has not answered for so long that it must stand still."""
 
 
 class DeadlineExceeded(OutriderError):

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TypeVar
 
-from outrider.errors import Unavailable
+from outrider.errors import Stalled, Unavailable
 from outrider.v1 import types_pb2
 
 HEARTBEAT_S = 0.5  # the longest silence of a live peer
@@ -47,8 +47,8 @@ class WorkClock:
 async def monitored(
     messages: AsyncIterator[MessageT], peer: str, within_s: float = SILENCE_S
 ) -> AsyncGenerator[MessageT, None]:
-    """Yield the messages of a peer. Raises Unavailable, naming `peer`, when it is silent for `within_s` seconds, or
-    when a server has sent bytes that do not parse: gRPC gives None for these.
+    """Yield the messages of a peer. Raises Stalled, naming `peer`, when it is silent for `within_s` seconds, and
+    Unavailable when a server has sent bytes that do not parse: gRPC gives None for these.
 
     If this process itself stood still, it could not receive messages; the peer then gets `within_s` seconds once more.
     """
@@ -71,9 +71,9 @@ async def monitored(
         yield message
 
 
-def silent(peer: str, for_s: float) -> Unavailable:
+def silent(peer: str, for_s: float) -> Stalled:
     """Return the error for a peer that has been silent for so many seconds."""
-    return Unavailable(f"{peer} has been silent for {for_s:g} s; it is taken for dead")
+    return Stalled(f"{peer} has been silent for {for_s:g} s; it is taken for dead")
 
 
 def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
@@ -82,6 +82,6 @@ def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
 
 
 def check_heartbeat(heartbeat: types_pb2.Heartbeat, peer: str) -> None:
-    """Raises Unavailable when the sender's step is stuck."""
+    """Raises Stalled when the sender's step is stuck."""
     if heartbeat.running_ms > STUCK_S * 1000:
-        raise Unavailable(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")
+        raise Stalled(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")

@@ -40,6 +40,7 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.Moved: grpc.StatusCode.UNAVAILABLE,  # right also for clients that do not know the class
+    errors.Stalled: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.CheckpointError: grpc.StatusCode.DATA_LOSS,

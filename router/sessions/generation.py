@@ -57,6 +57,7 @@ class OwnedGeneration:
         self._slot = slot
         self._response = opened.response
         self._stream: DecodeStream | None = None
+        self._stalled: list[str] = []  # worker ids of the verifiers that stood still
         self._kv_holder = opened.record.verifier  # worker id of the verifier that has its KV
         self._standby = (
             Standby(router, opened.model, self.tenant, opened.turn.contract.adapter) if router.config.standby else None
@@ -312,6 +313,7 @@ class OwnedGeneration:
             self._pump.plan,
             self._kv_holder,
             self._on_attempt,
+            self._stalled,
         )
         async with attempt as stream:
             self._kv_holder = stream.worker.worker_id

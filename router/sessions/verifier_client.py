@@ -18,6 +18,7 @@ from outrider.errors import (
     InvalidRequest,
     Moved,
     OutriderError,
+    Stalled,
     Unavailable,
 )
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
@@ -223,7 +224,8 @@ class DecodeStream:
             return error
         # This side did not cancel: the verifier is draining.
         if isinstance(error, Unavailable | Cancelled | InternalError):
-            return self._failure(f"failed ({error})")
+            failure = self._failure(f"failed ({error})")
+            return Stalled(str(failure)) if isinstance(error, Stalled) else failure
         return error
 
     def _failure(self, what: str) -> Unavailable:

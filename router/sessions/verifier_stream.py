@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from outrider.core.session.contract import Contract, Plan
-from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.errors import InternalError, OutriderError, Overloaded, Stalled, Unavailable
 from outrider.rpc.tracing import client_span
 from router.api.requests import check_fits
 from router.reporting.request_metrics import plan_attributes
 from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_client import DecodeStart, DecodeStream
+
+MAX_STALLS = 2  # after which a generation moves to another verifier
 
 
 @asynccontextmanager
@@ -26,11 +28,14 @@ async def open_stream(
     plan: Plan,
     kv_holder: str,
     on_attempt: Callable[[DecodeStream], None],
+    stalled: list[str],
 ) -> AsyncIterator[DecodeStream]:
     """Yield a stream on the first verifier that has a KV slot: `kv_holder`, which has the session's KV, else the least
-    loaded. `contract` is the verifier's; `on_attempt` is called with each stream before it is opened.
+    loaded. `contract` is the verifier's; `on_attempt` is called with each stream before it is opened; `stalled`: worker
+    ids of verifiers that stood still while they had the generation.
 
-    Raises the refusal of one verifier if all refuse: Overloaded if one of them is full, else Unavailable.
+    Raises the refusal of one verifier if all refuse: Overloaded if one of them is full, else Unavailable. Raises
+    InternalError once more than MAX_STALLS have stood still: what stops one verifier after the other is not sent on.
     """
     worker_pool = router.worker_pool
     workers = check_fits(
@@ -53,6 +58,13 @@ async def open_stream(
                 return
         except (Unavailable, Overloaded) as error:
             worker_pool.on_failure(worker, error)
+            if isinstance(error, Stalled):
+                stalled.append(worker.worker_id)
+                if len(stalled) > MAX_STALLS:
+                    raise InternalError(
+                        f"verifiers {', '.join(stalled)} stood still one after the other while they decoded this"
+                        " answer; it is not moved again: look at their logs before you repeat the request"
+                    ) from None
             if stream.opened:
                 raise
             if not isinstance(refusal, Overloaded):  # a full verifier will have room later

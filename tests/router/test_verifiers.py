@@ -80,6 +80,37 @@ async def test_a_verifier_that_falls_silent_is_taken_for_dead(redis_url: str) ->
         assert (await rig.sessions.get(started.session_id)).epoch == 2
 
 
+async def test_what_makes_verifiers_stand_still_reaches_three_of_them_and_no_more(redis_url: str) -> None:
+    verifiers = [FakeVerifier(SCRIPT) for _ in range(4)]
+    for verifier in verifiers:
+        verifier.silent, verifier.pace_s = True, 60
+    async with running_router(redis_url) as rig, AsyncExitStack() as stack:
+        for sessions, verifier in enumerate(verifiers):
+            await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest, sessions=sessions))
+        call = rig.stub.Generate(ask(max_tokens=4))
+        session_id = (await call.read()).started.session_id
+        with pytest.raises(grpc.aio.AioRpcError, match="stood still one after the other") as caught:
+            await drain(call)
+        assert caught.value.code() == grpc.StatusCode.INTERNAL
+        assert [len(verifier.starts) for verifier in verifiers] == [1, 1, 1, 0]
+        await asyncio.sleep(0.2)
+        assert (await rig.sessions.get(session_id)).finished  # nobody resumes it
+
+
+async def test_verifiers_that_die_do_not_count_as_standing_still(redis_url: str) -> None:
+    silent, dying, steady = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
+    silent.silent, silent.pace_s = True, 60
+    async with running_router(redis_url) as rig, AsyncExitStack() as stack:
+        await stack.enter_async_context(announced(silent, rig.registry, MODEL.digest))
+        async with announced(dying, rig.registry, MODEL.digest, sessions=1):
+            call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+            await call.read()
+            assert (await call.read()).WhichOneof("event") == "chunk"
+            await stack.enter_async_context(announced(steady, rig.registry, MODEL.digest))
+        tail = await drain(call)
+        assert tail[-1].finished.usage.completion_tokens == len(SCRIPT)
+
+
 async def test_when_all_verifiers_are_gone_the_client_gets_the_error_and_can_resume(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig:
