@@ -31,6 +31,12 @@ class NgramMember:
     grammar: GrammarState | None = None  # that of the contract, as soon as it is compiled
     followed: int = 0  # tokens of the answer that the grammar's state is behind
 
+    def close_grammar(self) -> None:
+        """Give up the place in the contract's grammar."""
+        if self.grammar is not None:
+            self.grammar.close()
+        self.grammar = None
+
 
 class NgramScheduler:
     """Owns the sessions. It has the interface of `DraftScheduler`."""
@@ -70,6 +76,8 @@ class NgramScheduler:
     def closed(self, key: Attachment) -> None:
         """Ends a session. Its answer is given to the lookup's store."""
         member = self.members.pop(key, None)
+        if member is not None:
+            member.close_grammar()
         if member is not None and member.mirror is not None and member.lookup is not None:
             member.lookup.finish(member.mirror.tokens[member.answer_position :])
 
@@ -123,7 +131,8 @@ class NgramScheduler:
                 first = member.mirror.next_id if member.mirror is not None else 1
                 member.mirror = Mirror(message, first_id=first)
                 member.lookup, member.read = self._lookups.begin(key.tenant, message.contract), 0
-                member.answer_position, member.grammar = message.answer_position, None
+                member.close_grammar()
+                member.answer_position = message.answer_position
                 in_step = member.mirror.tree.digest == message.digest
             elif member.mirror is None:
                 continue  # sent before the requested snapshot

@@ -351,6 +351,7 @@ class DraftScheduler:
                     continue
             elif member.session is None or self._apply(member, member.session, message):
                 continue
+            _close_grammar(member)
             member.session = member.next = None
             member.kv_slot = AcquiredSlot(member.kv_slot.slot, 0, None)  # the slot's contents are unknown now
             self.slots.mark_computed(member.kv_slot.slot, 0)
@@ -392,6 +393,7 @@ class DraftScheduler:
         return kv_slot
 
     def _give_back(self, key: Attachment, member: ScheduledSession) -> None:
+        _close_grammar(member)
         held = member.session.tokens[: member.session.cached] if member.session else []
         self.slots.release(member.kv_slot.slot, held, member.kv_scope, key.session_id)
         self._executor.release(member.kv_slot.slot, len(held))
@@ -533,3 +535,9 @@ class DraftScheduler:
         if member.fits is None:
             member.fits = deepcopy(shared)
         return member.fits
+
+
+def _close_grammar(member: ScheduledSession) -> None:
+    """Gives up the session's place in its grammar."""
+    if member.session is not None and member.session.sampler.grammar is not None:
+        member.session.sampler.grammar.close()

@@ -69,6 +69,8 @@ class GrammarConnection:
 
         `on_answer` is called once, with the answer or why there is none.
         """
+        if not self._waiting:
+            self.receive()  # it may have ended meanwhile, which is no fault of this request
         if self.failure is not None:
             on_answer(Answer(b"", 0.0, self.failure))
             return

@@ -29,7 +29,7 @@ class GrammarProcesses:
 
     def start(self) -> GrammarConnection:
         """Return a connection to a process without a grammar. Raises Unavailable."""
-        spare = self._spare
+        spare, self._spare = self._spare, None
         found = self._connect() if spare is None or spare.failure is not None else spare
         self._spare = self._connect()
         return found

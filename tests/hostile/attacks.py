@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 
 from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import types_pb2
 
 MIB = 2**20
 WRONG_KEY = "outrider_" + "x" * 43
@@ -386,6 +387,43 @@ async def _long_prompts(attacker: Attacker) -> None:
     await attacker.at_once(20, lambda number: attacker.call("Generate", prompt(number)))
 
 
+def grammar_bombs(number: int) -> list[tuple[str, str]]:
+    """Grammars, by kind, that take any amount of time, memory or stack to compile or to follow: new ones for each
+    number."""
+    chain = {str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1030 + number % 50)}
+    last = str(len(chain))
+    rules = 2700 + number % 100
+    return [
+        ("json_schema", json.dumps({"$defs": {**chain, last: {"type": "string"}}, "$ref": "#/$defs/0"})),
+        ("json_schema", json.dumps({"type": "integer", "multipleOf": 2_999_999 + 2 * number})),
+        ("lark", "\n".join(("start: r0", *(f"r{at}: r{at + 1}" for at in range(rules)), f'r{rules}: "x"'))),
+        ("lark", f'start: X{{3}}\nX: "the cat sat on a mat. "{{{10_000 - number % 1000}}}'),
+        ("lark", f'start: "a" X{{2}}\nX: "the cat sat on a mat. "{{{1000 - number % 100}}}'),
+        ("lark", f"start: X\nX: /(.*a.{{{30 + number % 5}}})/ & /(.*b.{{29}})/ & ~/(.*c.{{28}})/"),
+        ("lark", f'start: (X "," )*\nX: /[a-z]{{1,{20 + number % 9}}}/ & ~/(.*ab.{{12}})/ & ~/(.*c.{{12}})/'),
+        ("regex", f"((((a{{{100 - number % 20}}}){{100}}){{100}}){{100}})b"),
+        ("regex", f"(a|b)*a(a|b){{{14 + number % 6}}}"),
+    ]
+
+
+async def _grammars(attacker: Attacker) -> None:
+    """Grammars that take any amount of time, memory or stack, to the router and to the gateway."""
+
+    async def send(number: int) -> None:
+        bombs = grammar_bombs(number)
+        kind, text = bombs[number % len(bombs)]
+        await attacker.call("Generate", request("x", max_tokens=200, grammar=types_pb2.Grammar(kind=kind, text=text)))
+
+    async def post(number: int) -> None:
+        bombs = grammar_bombs(number)
+        kind, text = bombs[number % len(bombs)]
+        fields = {"json_schema": "guided_json", "regex": "guided_regex", "lark": "guided_grammar"}
+        body = {"model": "target", "prompt": "x", "max_tokens": 200, fields[kind]: text}
+        await attacker.post(json.dumps(body).encode())
+
+    await asyncio.gather(attacker.at_once(40, send), attacker.at_once(20, post))
+
+
 async def _nothing(attacker: Attacker) -> None:
     """Computes and sends nothing: what the attacker's own use of the processors costs the others."""
     while True:
@@ -417,6 +455,7 @@ ATTACKS: dict[str, Attack] = {
     "resumes": _resumes,
     "answers": _answers,
     "long-prompts": _long_prompts,
+    "grammars": _grammars,
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +55,7 @@ BOUNDS = {  # bytes of each process at most, as in docs/security.md
     "drafter-0": 256 * 2**20,
     "redis": 128 * 2**20,
     "template": 128 * 2**20,
+    "grammars": 512 * 2**20,  # all processes of one server's grammars, what they share counted once
 }
 TEMPLATE = (  # takes time in proportion to a number in the first message
     "{% for _ in range(messages[0].content | int(0)) %}{% for _ in range(1000) %}{% endfor %}{% endfor %}"
@@ -110,8 +113,17 @@ class AttackerProcess:
 class Besieged:
     """The cluster, its two tenants, and the callers of the one that is attacked."""
 
-    def __init__(self, cluster: LocalCluster, good: outrider.AsyncClient, web: openai.AsyncOpenAI, bad: str) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        good: outrider.AsyncClient,
+        web: openai.AsyncOpenAI,
+        bad: str,
+        pages: Mapping[str, str],
+    ) -> None:
+        """`pages`: for Prometheus, by the server's name."""
         self._cluster = cluster
+        self._pages = pages
         self._client = good
         self._web = web
         self._bad = bad
@@ -137,13 +149,30 @@ class Besieged:
             marks=[MARK, *(text[-MARK_LENGTH:] for text in texts if len(text) >= MARK_LENGTH)],
             size=size,
         )
+        before = await self._counted()
         async with AttackerProcess(target) as attacker:
             attacking = asyncio.create_task(attacker.outcome())
             measured = await self.measure(attacking.done)
             outcome = await attacking
+        after = await self._counted()
+        measured.failures += [
+            f"{what}: {before.get(what)}, {after.get(what)} after the attack"
+            for what in sorted(before.keys() | after.keys())
+            if before.get(what) != after.get(what)
+        ]
         if await self._again(kept.session_id) != kept.text:
             measured.failures.append("the session whose id the attacker had is not as it was")
         return measured, outcome
+
+    async def _counted(self) -> dict[str, float]:
+        """What no attack may change: the processes, how often their event loops stood still, generations that moved."""
+        found: dict[str, float] = {f"process {name}": it.pid for name, it in self._cluster.processes.items()}
+        for name, address in self._pages.items():
+            page = await asyncio.to_thread(_page, address)
+            found[f"stalls of {name}"] = number_in(page, "outrider_loop_stalls_total")
+            if name == "router":
+                found["generations that moved"] = number_in(page, "outrider_moves_total")
+        return found
 
     async def _again(self, session: str) -> str:
         """The text of a session's answer."""
@@ -224,6 +253,7 @@ class Besieged:
         while True:
             for name, pid in self._pids().items():
                 memory[name] = max(memory.get(name, 0), resident_bytes(pid))
+            memory["grammars"] = max(memory.get("grammars", 0), await asyncio.to_thread(self._grammars))
             await asyncio.sleep(LOOK_S)
 
     def _pids(self) -> dict[str, int]:
@@ -231,14 +261,55 @@ class Besieged:
         pids = {name: process.pid for name, process in self._cluster.processes.items()}
         assert self._cluster._redis is not None
         pids["redis"] = self._cluster._redis.pid
-        for thread in Path(f"/proc/{pids['router']}/task").iterdir():
-            with suppress(OSError):  # the thread has ended
-                if children := (thread / "children").read_text(encoding="ascii").split():
-                    pids["template"] = int(children[0])
+        for child in children(pids["router"]):
+            if "template_sandbox" in command_of(child):
+                pids["template"] = child
         return pids
+
+    def _grammars(self) -> int:
+        """Bytes of the processes of grammars of the server that has most."""
+        servers = [process.pid for process in self._cluster.processes.values()]
+        firsts = [child for pid in servers for child in children(pid) if "grammar.child" in command_of(child)]
+        return max((sum(map(proportional_bytes, (first, *children(first)))) for first in firsts), default=0)
 
     def _processor_s(self) -> dict[str, float]:
         return {name: processor_s(pid) for name, pid in self._pids().items()}
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    found: list[int] = []
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += map(int, (thread / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
+    return ""
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory that a process holds, with its share of what it has in common with others; 0 if it has ended."""
+    with suppress(OSError):
+        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii"), re.MULTILINE)
+        return int(found[1]) << 10 if found else 0
+    return 0
+
+
+def number_in(page: str, name: str) -> float:
+    """The sum of a metric's samples on a page for Prometheus."""
+    found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def _page(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 def resident_bytes(pid: int) -> int:
@@ -267,18 +338,27 @@ async def besieged(forward: Callable[[str, str], None] = lambda name, line: None
         for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(MODELS / "target" / file, folder / file)
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        metrics, pages = "127.0.0.1:0", dict[str, str]()
         config = ClusterConfig(
-            router=RouterConfig(listen="127.0.0.1:0", models={"target": folder}, auth="keys", **LIMITS),
-            verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=SLOTS)],
-            drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=SLOTS)],
-            gateway=GatewayConfig(listen="127.0.0.1:0", max_request_bytes=LIMITS["max_request_bytes"]),
+            router=RouterConfig(
+                listen="127.0.0.1:0", models={"target": folder}, auth="keys", metrics=metrics, **LIMITS
+            ),
+            verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=SLOTS, metrics=metrics)],
+            drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=SLOTS, metrics=metrics)],
+            gateway=GatewayConfig(listen="127.0.0.1:0", max_request_bytes=LIMITS["max_request_bytes"], metrics=metrics),
         )
-        cluster = await stack.enter_async_context(LocalCluster(config, forward=forward))
+
+        def listen(name: str, line: str) -> None:
+            if ": metrics at " in line:
+                pages[name] = line.rpartition(" ")[2]
+            forward(name, line)
+
+        cluster = await stack.enter_async_context(LocalCluster(config, forward=listen))
         async with aclosing(connect(cluster.redis_url)) as redis:
             good, bad = [(await Keys(redis).add(tenant))[0] for tenant in ("good", "bad")]
         client = await stack.enter_async_context(outrider.AsyncClient(cluster.router_address, api_key=good, retries=0))
         url = f"http://{cluster.processes['gateway'].address}/v1"
         web = await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=good, max_retries=0))
-        running = Besieged(cluster, client, web, bad)
+        running = Besieged(cluster, client, web, bad, pages)
         await running.begin()
         yield running

@@ -1,0 +1,230 @@
+"""A grammar's process is all that a caller's grammar can harm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from outrider.core.sampling.grammar import GrammarDelayed
+from outrider.core.session.contract import Grammar
+from outrider.errors import InvalidRequest, Overloaded, Unavailable
+from outrider.grammar import compiler as compilers
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.connection import Answer
+from outrider.grammar.place import STEP_S, Patience
+from tests.grammar.test_compiler import EOS, FOLDER, VOCABULARY, ids
+from tests.hostile.attacks import grammar_bombs
+from tests.hostile.callers import children, command_of
+
+WORDS = Grammar("regex", "[a-z ]+")
+SLOW = Grammar("lark", 'start: "a" X{2}\nX: "the cat sat on a mat. "{400}')  # what follows the "a" takes a while
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(FOLDER, VOCABULARY, [EOS])
+    yield compiler
+    compiler.close()
+
+
+def kill(pid: int) -> None:
+    """Kill a process, and wait for its end."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while command_of(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def grammar_processes() -> dict[int, list[int]]:
+    """The first processes that this one has, each with those that it has forked."""
+    return {pid: children(pid) for pid in children(os.getpid()) if "grammar.child" in command_of(pid)}
+
+
+@pytest.mark.parametrize("bomb", range(9))
+def test_a_grammar_that_takes_too_much_is_refused_and_others_are_followed(compiler: GrammarCompiler, bomb: int) -> None:
+    words = compiler.start(WORDS, tenant="good")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.monotonic()
+    kind, text = grammar_bombs(0)[bomb]
+    try:
+        state = compiler.start(Grammar(kind, text), tenant="bad")
+        for _ in range(60):
+            state.extend([int(np.flatnonzero(state.allowed(()))[-1])])
+    except InvalidRequest:
+        pass
+    except GrammarDelayed:
+        assert isinstance(state.failure, InvalidRequest)
+    assert time.monotonic() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10  # KiB
+    words.extend(ids("ab"))
+    assert words.allowed(()).any()
+    if bomb < 4 or bomb == 5:
+        again = time.monotonic()
+        with pytest.raises(InvalidRequest):
+            compiler.start(Grammar(kind, text), tenant="bad")
+        assert time.monotonic() - again < 0.1  # it is known
+
+
+def test_a_process_that_is_killed_is_replaced_and_its_sessions_move(compiler: GrammarCompiler) -> None:
+    killed, other = compiler.start(WORDS, tenant="one"), compiler.start(WORDS, tenant="other")
+    assert [state.allowed(()).any() for state in (killed, other)] == [True, True]
+    kill(killed._connection._pid)
+    with pytest.raises(GrammarDelayed):
+        killed.allowed([5, 6])
+    assert isinstance(killed.failure, Unavailable)
+    assert other.allowed([]).any()
+    assert compiler.start(WORDS, tenant="one").allowed(()).any()
+
+
+def test_the_first_process_is_replaced(compiler: GrammarCompiler) -> None:
+    before = grammar_processes().keys()
+    state = compiler.start(WORDS)
+    (first,) = grammar_processes().keys() - before
+    kill(first)
+    for number in range(3):  # one was there already
+        assert compiler.start(Grammar("regex", f"[ab]{{{number + 1}}}")).allowed(()).any()
+    assert state.allowed(ids("a")).any()
+
+
+def test_no_process_outlives_its_compiler(compiler: GrammarCompiler) -> None:
+    before = grammar_processes().keys()
+    state = compiler.start(WORDS)
+    found = {pid: forked for pid, forked in grammar_processes().items() if pid not in before}
+    assert sum(map(len, found.values())) == 2  # one that follows the grammar, and one for the next
+    compiler.close()
+    deadline = time.monotonic() + 10
+    while any(map(command_of, [*found, *(pid for forked in found.values() for pid in forked)])):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(GrammarDelayed):
+        state.allowed([5])
+
+
+def test_no_tenant_learns_what_another_one_has_compiled(compiler: GrammarCompiler) -> None:
+    compiler.start(WORDS, tenant="one")
+    assert compiler.usage.processes == 1
+    compiler.start(WORDS, tenant="one")
+    assert compiler.usage.processes == 1
+    compiler.start(WORDS, tenant="other")
+    assert compiler.usage.processes == 2
+
+
+def test_what_is_kept_is_bounded_by_bytes_and_by_number(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "KEPT_PROCESSES", 5)
+    for number in range(8):
+        compiler.start(Grammar("regex", f"[a-z]{{{number + 1}}}")).close()
+    assert compiler.usage.processes == 5
+    each = compiler.usage.bytes // 5
+    monkeypatch.setattr(compilers, "KEPT_BYTES", 3 * each)
+    compiler.start(Grammar("regex", "x"))
+    assert compiler.usage.bytes <= 4.5 * each
+
+
+def test_a_tenant_takes_its_share_and_leaves_the_rest(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "MAX_PROCESSES", 8)
+    held = [compiler.start(Grammar("regex", f"[a-z]{{{number + 1}}}"), tenant="bad") for number in range(4)]
+    with pytest.raises(Overloaded):
+        compiler.start(Grammar("regex", "x"), tenant="bad")
+    assert compiler.start(WORDS, tenant="good").allowed(()).any()
+    held.pop().close()
+    compiler.start(Grammar("regex", "x"), tenant="bad")
+
+
+async def test_a_tenant_s_grammars_are_compiled_one_after_the_other(compiler: GrammarCompiler) -> None:
+    await compiler.check(WORDS, "bad")
+    bombs = [Grammar("json_schema", f'{{"type": "integer", "multipleOf": {2_999_999 + 2 * at}}}') for at in range(70)]
+    checks = [asyncio.create_task(compiler.check(bomb, "bad")) for bomb in bombs]
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await compiler.check(WORDS, "good")
+    assert time.monotonic() - began < 5
+    assert sum(check.done() and isinstance(check.exception(), Overloaded) for check in checks) == 6
+    assert sum(not check.done() for check in checks) > 50
+    for check in checks:
+        check.cancel()
+    await asyncio.gather(*checks, return_exceptions=True)
+
+
+def test_a_session_that_takes_too_long_is_slow_once_and_fails_the_second_time(
+    compiler: GrammarCompiler,
+) -> None:
+    state = compiler.start(WORDS)
+    state.allowed(())
+    took = Answer(b"", 0.6 * STEP_S)
+    state._take(took)
+    assert (state.slow, state.failure) == (False, None)
+    state._take(took)
+    state._take(took)
+    assert (state.slow, state.failure) == (True, None)
+    state.extend(ids("a"))
+    state._take(took)
+    state._take(took)
+    assert isinstance(state.failure, InvalidRequest)
+    with pytest.raises(GrammarDelayed):
+        state.allowed([5])
+
+
+def test_an_event_loop_waits_for_a_while_and_at_most_half_of_the_time() -> None:
+    now = 0.0
+    patience = Patience(lambda: now)
+    waited = 0.0
+    for _ in range(1000):
+        now += 0.001
+        waiting = patience.left()
+        assert waiting <= Patience.ONCE_S
+        now += waiting
+        waited += waiting
+        patience.spend(waiting)
+    assert waited <= Patience.MOST_S + Patience.SHARE * now
+
+
+def test_what_is_not_known_in_time_is_asked_for_again_or_allowed(compiler: GrammarCompiler) -> None:
+    compiler._patience = Patience(lambda: 0.0)
+    compiler._patience.spend(1.0)
+    strict = compiler.start(WORDS)
+    os.kill(strict._connection._pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(GrammarDelayed):
+            strict.allowed([5])
+        assert (strict.slow, strict.pending, strict.failure) == (True, True, None)
+        lenient = compiler.known(WORDS)
+        assert lenient is not None
+        assert lenient.allowed([5]).all()
+        assert [*lenient.first_allowed([5], [1, 2, 3], 2)] == [0, 1]
+    finally:
+        os.kill(strict._connection._pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while strict.pending:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("grammar", [SLOW, Grammar("regex", "once upon a time(, long ago)?")], ids=["long", "short"])
+def test_where_an_answer_is_does_not_depend_on_how_it_came_there(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    """A forced text is divided once; a session that moves finds the same division in its midst."""
+    state, answer = compiler.start(grammar), list[int]()
+    for _ in range(12):
+        mask = state.allowed(())
+        resumed = compiler.start(grammar, answer)
+        assert (resumed.allowed(()) == mask).all()
+        assert resumed.forced() == state.forced()
+        if len(forced := state.forced()) > 2:
+            assert np.flatnonzero(state.allowed(forced[:2])).tolist() == [forced[2]]
+        token = int(np.flatnonzero(mask)[-1])
+        if token == EOS:
+            break
+        state.extend([token])
+        answer.append(token)
+    assert len(answer) > 3
