@@ -27,6 +27,7 @@ from outrider.grammar.matching import CompiledGrammar, GrammarError, GrammarVoca
 from outrider.grammar.wire import ANSWER, LENGTH, Status
 
 GRAMMAR_BYTES = 64 << 20  # memory of one grammar with all places in it
+PROCESS_KIB = 2560  # of these, what a small grammar takes
 COMPILE_S = 1.0  # processor seconds to compile a grammar
 REQUEST_S = 0.25  # of any other request
 USUAL = ("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}', "")
@@ -40,7 +41,7 @@ class GrammarProcess:
         self._vocabulary = vocabulary
         self._grammar: CompiledGrammar | None = None
         self._places: dict[int, GrammarWalk] = {}
-        self._least = _peak_kib()
+        self._usual_kib = 0  # memory of this process with a small grammar
         self._handlers: dict[str, Callable[..., bytes]] = {
             "identify": self._identify,
             "compile": self._compile,
@@ -60,7 +61,7 @@ class GrammarProcess:
                 signal.setitimer(signal.ITIMER_PROF, COMPILE_S if operation == "compile" else REQUEST_S)
                 status, payload = self._answer(operation, inputs)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                seconds, memory = time.process_time() - began, _peak_kib() - self._least
+                seconds, memory = time.process_time() - began, PROCESS_KIB + _peak_kib() - self._usual_kib
                 connection.sendall(ANSWER.pack(len(payload), status, seconds, memory) + payload)
 
     def _answer(self, operation: str, inputs: list[Any]) -> tuple[Status, bytes]:
@@ -78,6 +79,7 @@ class GrammarProcess:
         so that a caller's grammar does not wait for that."""
         with suppress(TokenizerError):
             CompiledGrammar(self._vocabulary, *USUAL)
+        self._usual_kib = _peak_kib()
         return str(os.getpid()).encode()
 
     def _compile(self, kind: str, text: str, reasoning: str) -> bytes:
