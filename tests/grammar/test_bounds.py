@@ -39,9 +39,17 @@ def kill(pid: int) -> None:
     """Kill a process, and wait for its end."""
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while (status := Path(f"/proc/{pid}/stat")).exists() and " Z " not in status.read_text(encoding="ascii"):
+    while not ended(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, and closed its sockets."""
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return True
 
 
 def grammar_processes() -> dict[int, list[int]]:
