@@ -15,7 +15,7 @@ from outrider.core.session.contract import Contract
 from outrider.core.tools.call_reader import CallReader
 from outrider.core.tools.formats import FORMATS, Tools, calls_grammar, format_of, read_calls, read_tools
 from outrider.errors import InvalidRequest
-from outrider.grammar import GrammarCompiler
+from outrider.grammar.compiler import GrammarCompiler
 
 FOLDER = Path(__file__).parents[3] / "models" / "target"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
