@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from outrider.core.session.contract import Plan
-from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded
+from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import plan_from_pb, report_to_pb
 from outrider.rpc.status import error_to_pb
@@ -96,9 +96,9 @@ class RouterStream:
         silent = now - self._received
         for generation in self._generations.values():
             if silent > generation.lease_s:
-                generation.fail(liveness.silent("the router", generation.lease_s))
+                generation.fail(_silent_router(generation.lease_s))
         if silent > liveness.SILENCE_S and not self._generations:
-            raise liveness.silent("the router", liveness.SILENCE_S)
+            raise _silent_router(liveness.SILENCE_S)
 
     def _take(self) -> pb.DecodeResponse:
         """Return the next message: all that has not been sent yet, or a heartbeat."""
@@ -256,6 +256,11 @@ class _Caller:
 
     def time_remaining(self) -> None:
         return None  # the router keeps the deadline
+
+
+def _silent_router(for_s: float) -> Unavailable:
+    """Return what a router is sent that was silent: not Stalled, which is what it would say of this verifier."""
+    return Unavailable(str(liveness.silent("the router", for_s)))
 
 
 def _why_closed(session: VerifierSession) -> OutriderError:

@@ -29,7 +29,7 @@ from outrider.grammar.wire import ANSWER, LENGTH, Status
 GRAMMAR_BYTES = 64 << 20  # memory of one grammar with all places in it
 PROCESS_KIB = 2560  # of these, what a small grammar takes
 COMPILE_S = 1.0  # processor seconds to compile a grammar
-REQUEST_S = 0.25  # of any other request
+REQUEST_S = 0.5  # of any other request
 USUAL = ("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}', "")
 OUT_OF_MEMORY = "takes too much memory"
 
@@ -47,7 +47,7 @@ class GrammarProcess:
             "compile": self._compile,
             "open": self._open,
             "extend": self._extend,
-            "mask": lambda place, path: self._places[place].mask(path),
+            "masks": lambda place, *paths: b"".join(map(self._places[place].mask, paths)),
             "first": lambda place, *inputs: array("I", self._places[place].first(*inputs)).tobytes(),
             "close": self._close,
         }

@@ -45,6 +45,7 @@ class GrammarVocabulary:
         """`size`: ids that can be chosen; `eos_ids`: those that end a text."""
         self.size = size
         self.eos_ids = frozenset(id_ for id_ in eos_ids if id_ < size)
+        self.mask_bytes = -(-size // 8)  # a bit for each id
         self.problem = ""  # why there are no grammars
         self._path = folder / "tokenizer.json"
         self._tokenizer: LLTokenizer | None = None
@@ -144,8 +145,8 @@ class GrammarWalk:
             with self._behind(key):
                 mask = self._matcher.compute_bitmask()
                 self._check()
-            return mask
-        return (1 << forced[0] if forced else 0).to_bytes(-(-self._vocabulary.size // 8), "little")
+            return mask[: self._vocabulary.mask_bytes]
+        return (1 << forced[0] if forced else 0).to_bytes(self._vocabulary.mask_bytes, "little")
 
     def first(self, path: Sequence[int], tokens: Sequence[int], count: int) -> list[int]:
         """Return the indexes of the first `count` tokens that may follow `path`: less work than the mask."""

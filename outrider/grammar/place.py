@@ -15,7 +15,7 @@ from outrider.core.sampling.grammar import GrammarDelayed, GrammarState
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.grammar.connection import Answer, GrammarConnection
 
-STEP_S = 0.05  # processor seconds of a grammar's work for one session and step
+STEP_S = 0.1  # processor seconds of a grammar's work for one session and step
 MAX_OVERRUNS = 2  # steps that take longer: the session fails
 SLOW_TOKENS = 64  # after an answer that was late, until nodes are verified again
 KEPT_MASKS = 32
@@ -104,12 +104,12 @@ class GrammarPlace(GrammarState):
         self._slow_for = SLOW_TOKENS
 
     def prefetch(self, paths: Sequence[Sequence[int]]) -> None:
-        for path in map(tuple, paths):
-            if path not in self._masks and self._unanswered < MAX_UNANSWERED:
-                if len(self._masks) >= KEPT_MASKS:
-                    self._masks = {key: mask for key, mask in self._masks.items() if not key}
-                self._masks[path] = None
-                self._send(partial(self._on_mask, self._version, path), "mask", path)
+        missing = [path for path in map(tuple, paths) if path not in self._masks]
+        if missing and self._unanswered < MAX_UNANSWERED:
+            if len(self._masks) + len(missing) > KEPT_MASKS:
+                self._masks = {path: mask for path, mask in self._masks.items() if not path}
+            self._masks |= dict.fromkeys(missing)
+            self._send(partial(self._on_masks, self._version, missing), "masks", *missing)
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.bool_]:
         key = tuple(path)
@@ -175,9 +175,10 @@ class GrammarPlace(GrammarState):
             self._forced = [*array("I", answer.payload)]
             self.on_change()
 
-    def _on_mask(self, version: int, path: _Path, answer: Answer) -> None:
+    def _on_masks(self, version: int, paths: list[_Path], answer: Answer) -> None:
         if self._take(answer) and version == self._version:
-            self._masks[path] = answer.payload
+            size = len(answer.payload) // len(paths)
+            self._masks |= {path: answer.payload[size * at : size * (at + 1)] for at, path in enumerate(paths)}
             self.on_change()
 
     def _on_first(self, found: list[array[int]], answer: Answer) -> None:
