@@ -57,12 +57,11 @@ class GrammarProcess:
         with connection, connection.makefile("rb") as requests:
             while header := requests.read(LENGTH.size):
                 operation, *inputs = json.loads(requests.read(*LENGTH.unpack(header)))
-                began = time.process_time()
                 signal.setitimer(signal.ITIMER_PROF, COMPILE_S if operation == "compile" else REQUEST_S)
                 status, payload = self._answer(operation, inputs)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                seconds, memory = time.process_time() - began, PROCESS_KIB + _peak_kib() - self._usual_kib
-                connection.sendall(ANSWER.pack(len(payload), status, seconds, memory) + payload)
+                memory = PROCESS_KIB + _peak_kib() - self._usual_kib
+                connection.sendall(ANSWER.pack(len(payload), status, time.process_time(), memory) + payload)
 
     def _answer(self, operation: str, inputs: list[Any]) -> tuple[Status, bytes]:
         try:

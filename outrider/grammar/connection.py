@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable
 from outrider.grammar.wire import ANSWER, LENGTH, Status
 
-POLITE_S = 0.05  # a process that takes longer for a request yields to all others from then on
+POLITE_S = 0.05  # processor seconds for a request, after which a process yields to all others from then on
+LOOK_S = 0.05  # between two looks at a process that has a request
 NICE = 10
 SILENCE_S = 10.0  # of a process that has a request: it is stopped, or waits for memory
 PIECE = 1 << 16  # bytes that are read at a time
@@ -55,6 +56,7 @@ class GrammarConnection:
         self._writing = False  # the event loop calls `_flush` when the process reads on
         self._received = bytearray()
         self._since = 0.0  # when the process got the oldest request without an answer, or answered the one before
+        self._seconds = 0.0  # of the processor that the process had taken with its latest answer
         self._pid = 0  # 0: the process has not begun
         self._timer: asyncio.TimerHandle | None = None
         try:
@@ -81,7 +83,7 @@ class GrammarConnection:
         self._unsent += LENGTH.pack(len(request)) + request
         self._flush()
         if self._loop is not None and self._timer is None and not self._loop.is_closed():
-            self._timer = self._loop.call_later(POLITE_S, self._look)
+            self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def wait(self, seconds: float | None, until: Callable[[], bool]) -> bool:
         """Read answers until `until` returns true, or the process fails, at most so many seconds. Return whether it
@@ -141,7 +143,7 @@ class GrammarConnection:
 
     def _hand_on(self) -> None:
         while len(self._received) >= ANSWER.size and self.failure is None:
-            length, status, seconds, self.memory_kib = ANSWER.unpack_from(self._received)
+            length, status, seconds, memory_kib = ANSWER.unpack_from(self._received)
             end = ANSWER.size + length
             if length > MAX_PAYLOAD:
                 self._end(Unavailable("grammar: its process sent what is no answer; try again"))
@@ -150,8 +152,9 @@ class GrammarConnection:
                 return
             payload = bytes(self._received[ANSWER.size : end])
             del self._received[:end]
-            self._since = time.monotonic()
-            self._waiting.popleft()(Answer(payload, seconds, _failure(status, payload)))
+            self._since, self.memory_kib = time.monotonic(), memory_kib
+            took, self._seconds = seconds - self._seconds, seconds
+            self._waiting.popleft()(Answer(payload, took, _failure(status, payload)))
 
     def _lost(self) -> None:
         """The process has ended: by its bounds, if it had something to do."""
@@ -164,14 +167,14 @@ class GrammarConnection:
         self._timer = None
         if not self._waiting or self.failure is not None or self._loop is None:
             return
-        took = time.monotonic() - self._since
-        if took >= SILENCE_S:
+        if time.monotonic() - self._since >= SILENCE_S:
             self._end(Unavailable(SILENT))
             return
-        if took >= POLITE_S and self._pid:
-            with suppress(ProcessLookupError, PermissionError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, NICE)
-        self._timer = self._loop.call_later(POLITE_S, self._look)
+        if self._pid:
+            with suppress(OSError):  # it has just ended
+                if time.clock_gettime(_processor_clock(self._pid)) - self._seconds >= POLITE_S:
+                    os.setpriority(os.PRIO_PROCESS, self._pid, NICE)
+        self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def _fail(self, failure: OutriderError) -> None:
         if self.failure is not None:
@@ -185,6 +188,11 @@ class GrammarConnection:
         self._close()
         while self._waiting:
             self._waiting.popleft()(Answer(b"", 0.0, failure))
+
+
+def _processor_clock(pid: int) -> int:
+    """Return Linux's clock of the processor seconds of another process (clock_getcpuclockid)."""
+    return (~pid << 3) | 2
 
 
 def _failure(status: int, payload: bytes) -> OutriderError | None:

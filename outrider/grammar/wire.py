@@ -10,7 +10,7 @@ import struct
 from enum import IntEnum
 
 LENGTH = struct.Struct("<I")  # bytes of the JSON that follows
-ANSWER = struct.Struct("<IBfI")  # bytes of the payload, `Status`, processor seconds, KiB that the grammar takes
+ANSWER = struct.Struct("<IBdI")  # bytes of the payload, `Status`, processor seconds of the process, KiB of the grammar
 
 
 class Status(IntEnum):
