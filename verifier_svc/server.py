@@ -38,8 +38,7 @@ from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
-from outrider.v1 import drafter_pb2, verifier_pb2
-from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
+from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
@@ -85,10 +84,9 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(decode_servicer, server)
-        add_TreeSinkServicer_to_server(stream_servicer, server)
         return [
             verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
-            drafter_pb2.DESCRIPTOR.services_by_name["TreeSink"].full_name,
+            stream_servicer.register(server),
         ]
 
     changed = asyncio.Event()  # set when the announced entry changes
