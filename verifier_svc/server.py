@@ -29,6 +29,7 @@ from outrider.engine.ranks.leader import lead
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
+from outrider.rpc.drafter_ids import UNNAMED
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
@@ -60,13 +61,19 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
     tls = Tls.read(config.ca, config.cert, config.key)
+    if tls is None and config.trusted_drafters != (UNNAMED,):
+        raise ConfigError(
+            "trusted_drafters: needs certificates (ca, cert and key); without them anybody may draft under any name"
+        )
     engine, cost = await asyncio.to_thread(run_in_short_lived_thread, partial(load, config, group))
     head_proposer = await asyncio.to_thread(run_in_short_lived_thread, partial(make_head_proposer, config, engine))
     feature_fuser = await asyncio.to_thread(run_in_short_lived_thread, partial(make_feature_fuser, config, engine))
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     ticket_verifier = TicketVerifier(partial(listed_keys, redis))
-    stream_servicer = DraftStreamServicer(worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest)
+    stream_servicer = DraftStreamServicer(
+        worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest, config.trusted_drafters
+    )
     scheduler = StepScheduler(
         engine,
         cost,
@@ -126,6 +133,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     arm=str(scheduler.steering.governor.arm),
                     arm_reason=scheduler.steering.governor.reason,
                     prefixes=pack_keys(scheduler.slots.keys()),
+                    trusts="*" if tls is None else " ".join(config.trusted_drafters),
                 )
 
             tasks.run_required("step loop", scheduler.run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
-from outrider.rpc.drafter_ids import holder_of
+from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
 from outrider.rpc.message_bounds import BEFORE_A_TICKET, DRAFTS, decode
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
@@ -63,11 +63,18 @@ class DraftStreamServicer:
     """Grafts the nodes that drafters send onto their sessions' trees, and sends drafters the commits."""
 
     def __init__(
-        self, worker_id: str, tokenizer_digest: bytes, ticket_verifier: TicketVerifier, fusion: bytes = b""
+        self,
+        worker_id: str,
+        tokenizer_digest: bytes,
+        ticket_verifier: TicketVerifier,
+        fusion: bytes = b"",
+        trusted: Collection[str] = (UNNAMED,),
     ) -> None:
-        """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features."""
+        """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features. `trusted`: names in
+        the certificates of the drafters that may draft under rules that draw from q; without certificates all may."""
         self.refused = 0
         self._fusion = fusion
+        self._trusted = trusted
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._ticket_verifier = ticket_verifier
@@ -287,6 +294,7 @@ class DraftStreamServicer:
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._ticket_verifier.check(subscribe.ticket, permit)
         self._check_holder(stream)
+        self._check_trust(stream, session)
         self._check_features(subscribe.features)
         calibration, wants_features = self._calibration(stream.drafter_id), bool(subscribe.features)
         self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features))
@@ -299,6 +307,14 @@ class DraftStreamServicer:
             if other.admitted and other.drafter_id == stream.drafter_id and other.holder != stream.holder:
                 raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
         stream.admitted = True
+
+    def _check_trust(self, stream: DraftStream, session: DraftedSession) -> None:
+        """Raises Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
+        if session.drawn and stream.holder and name_of(stream.drafter_id) not in self._trusted:
+            raise Forbidden(
+                f"untrusted drafter: {session.rule.name} lets its drafter decide the text, and `trusted_drafters` of "
+                f"the verifier does not have {name_of(stream.drafter_id)!r}; add it there, or use shared-noise"
+            )
 
     def _check_features(self, wanted: bytes) -> None:
         if wanted and not self._fusion:
