@@ -25,7 +25,7 @@ from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import drafter_pb2 as pb
-from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server, add_TreeSinkServicer_to_server
+from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server
 
 
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
@@ -50,11 +50,8 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_DrafterServicer_to_server(servicer, server)
-        services = ["Drafter"]
-        if servicer.stream_servicer is not None:
-            add_TreeSinkServicer_to_server(servicer.stream_servicer, server)
-            services.append("TreeSink")
-        return [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
+        name = pb.DESCRIPTOR.services_by_name["Drafter"].full_name
+        return [name] if servicer.stream_servicer is None else [name, servicer.stream_servicer.register(server)]
 
     changed = asyncio.Event()  # set when the announced entry changes
 

@@ -40,6 +40,8 @@ ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outr
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
+DrafterName = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,63}$")]  # as in its certificate
+DrafterNames = Annotated[tuple[DrafterName, ...], Field(min_length=1)]
 Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
 
 
@@ -183,6 +185,7 @@ class VerifierConfig(WorkerConfig):
     heads: Path | None = None  # heads trained on the target, which draft from its hidden states
     features: Path | None = None  # EAGLE heads whose drafters receive the target's fused hidden states
     arm: str = Field(default="measured", pattern=ARM)  # how drafters work: measured, or pinned as in `turns 1/4`
+    trusted_drafters: DrafterNames = ("drafter",)  # names that may decide texts where a rule draws from q
 
 
 class DrafterConfig(WorkerConfig):

@@ -218,9 +218,17 @@ class StepVerdicts:
         self._first = first
 
     def random_source(self) -> SeededRandom:
-        """Return the random source for rules that need one: another one for each owner (epoch) and position."""
-        contract = self._session.contract
-        return SeededRandom(contract.seed, contract.choice, self._session.epoch, len(self._session.tokens), VERIFY)
+        """Return the random source for rules that need one: another one for each owner (epoch) and position.
+
+        Where the draws are the tokens, each position has one draw. Drafters know the seed; if a draw depended on where
+        the steps before it ended, they could choose among several by what they send.
+        """
+        contract, committed = self._session.contract, len(self._session.tokens)
+        if self._session.rule.child_sampling is ChildSampling.SAMPLED:
+            return SeededRandom(contract.seed, contract.choice, self._session.epoch, committed, VERIFY)
+        source = SeededRandom(contract.seed, contract.choice, self._session.epoch, VERIFY)
+        source.skip(committed)
+        return source
 
     def choose(self, row: int) -> Choice:
         """Return the target's token after a row, under shared noise."""

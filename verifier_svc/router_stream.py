@@ -18,6 +18,7 @@ from outrider.core.session.contract import Plan
 from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import plan_from_pb, report_to_pb
+from outrider.rpc.message_bounds import MAX_TOGETHER
 from outrider.rpc.status import error_to_pb
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.telemetry.logs import session_context
@@ -104,10 +105,11 @@ class RouterStream:
         """Return the next message: all that has not been sent yet, or a heartbeat."""
         message, self._message = self._message, pb.DecodeResponse()
         size = 0
-        while self._changed and size < MESSAGE_BYTES:
+        while self._changed and size < MESSAGE_BYTES and len(message.commits) < MAX_TOGETHER:
             generation = next(iter(self._changed))
-            del self._changed[generation]
             size += generation.take(message)
+            if not generation.unsent:
+                del self._changed[generation]
         if self._changed:
             self._wake.set()
         if not message.ByteSize():
@@ -225,12 +227,18 @@ class _Generation:
         elif self.session is not None:
             self.session.commits.acknowledge(durable)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something has to be sent that is in no message yet."""
+        return self.session is not None and not self.over.is_set() and not self.session.commits.empty()
+
     def take(self, message: pb.DecodeResponse) -> int:
-        """Move the session's commits, and then its end, into a message. Return the bytes of log-probabilities."""
+        """Move the session's commits, and then its end, into a message, up to MAX_TOGETHER commits. Return the bytes of
+        log-probabilities."""
         session, size = self.session, 0
-        if session is None or self.over.is_set():
+        if session is None:
             return 0
-        while not session.commits.empty():
+        while self.unsent and len(message.commits) < MAX_TOGETHER:
             commit = session.commits.get_nowait()
             if commit is None:
                 self.fail(_why_closed(session))

@@ -29,6 +29,7 @@ from outrider.engine.ranks.leader import lead
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
+from outrider.rpc.drafter_ids import UNNAMED
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
@@ -38,8 +39,7 @@ from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
-from outrider.v1 import drafter_pb2, verifier_pb2
-from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
+from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
@@ -61,13 +61,19 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
     tls = Tls.read(config.ca, config.cert, config.key)
+    if tls is None and config.trusted_drafters != (UNNAMED,):
+        raise ConfigError(
+            "trusted_drafters: needs certificates (ca, cert and key); without them anybody may draft under any name"
+        )
     engine, cost = await asyncio.to_thread(run_in_short_lived_thread, partial(load, config, group))
     head_proposer = await asyncio.to_thread(run_in_short_lived_thread, partial(make_head_proposer, config, engine))
     feature_fuser = await asyncio.to_thread(run_in_short_lived_thread, partial(make_feature_fuser, config, engine))
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     ticket_verifier = TicketVerifier(partial(listed_keys, redis))
-    stream_servicer = DraftStreamServicer(worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest)
+    stream_servicer = DraftStreamServicer(
+        worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest, config.trusted_drafters
+    )
     scheduler = StepScheduler(
         engine,
         cost,
@@ -85,10 +91,9 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(decode_servicer, server)
-        add_TreeSinkServicer_to_server(stream_servicer, server)
         return [
             verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
-            drafter_pb2.DESCRIPTOR.services_by_name["TreeSink"].full_name,
+            stream_servicer.register(server),
         ]
 
     changed = asyncio.Event()  # set when the announced entry changes
@@ -128,6 +133,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     arm=str(scheduler.steering.governor.arm),
                     arm_reason=scheduler.steering.governor.reason,
                     prefixes=pack_keys(scheduler.slots.keys()),
+                    trusts="*" if tls is None else " ".join(config.trusted_drafters),
                 )
 
             tasks.run_required("step loop", scheduler.run)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import grpc.aio
@@ -22,11 +23,11 @@ from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import delta_to_pb, hints_from_pb
 from outrider.rpc.lifecycle import task_group
+from outrider.rpc.message_bounds import LONG, MAX_TOGETHER, decode
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
-from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ LINGER_S = 0.002  # that a delta waits for those of the next levels, where these
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
+
+_DRAFT = "/outrider.v1.TreeSink/Draft"
 
 
 class Listener(Protocol):
@@ -255,7 +258,7 @@ class Upstream:
         self._queue(pb.DraftUp(hello=self._hello))
         for attachment in self.attachments.values():
             self._subscribe(attachment)
-        call = TreeSinkStub(channel).Draft()
+        call = channel.stream_stream(_DRAFT, pb.DraftUp.SerializeToString, partial(decode, pb.DraftDown, LONG))(None)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end
                 parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
@@ -267,7 +270,7 @@ class Upstream:
             call.cancel()
 
     async def _frames(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> AsyncIterator[pb.DraftDown]:
-        """Yields received frames; counts bytes that do not parse, which gRPC gives as None."""
+        """Yields received frames; counts bytes that do not parse, or are too many, which gRPC gives as None."""
         async for frame in call:
             if frame is None:
                 self._count_refusal()
@@ -297,7 +300,8 @@ class Upstream:
                         await self._urgent.wait()
         deltas: list[pb.TreeDelta] = []
         size = 0
-        while self._outgoing and size <= BATCH_BYTES and (self._batches or not deltas):
+        limit = MAX_TOGETHER if self._batches else 1
+        while self._outgoing and size <= BATCH_BYTES and len(deltas) < limit:
             frame = self._outgoing[0]
             if isinstance(frame, pb.TreeDelta):
                 deltas.append(frame)

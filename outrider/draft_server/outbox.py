@@ -11,6 +11,7 @@ from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
 from outrider.rpc.codec import sent_terms_of, set_sent_terms
 from outrider.rpc.liveness import HEARTBEAT_S
+from outrider.rpc.message_bounds import MAX_TOGETHER
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -143,12 +144,12 @@ class DraftOutbox:
 
     def _next_commits(self) -> list[pb.Commit]:
         commits: list[pb.Commit] = []
-        size = 0
+        size, limit = 0, MAX_TOGETHER if self.batches else 1
         for attachment, commit in self._commits.items():
             if attachment not in self._snapshots and attachment not in self._held:
                 commits.append(commit)
                 size += commit.ByteSize()
-                if not self.batches or size > BATCH_BYTES:
+                if len(commits) == limit or size > BATCH_BYTES:
                     break
         for commit in commits:
             del self._commits[commit.attachment]

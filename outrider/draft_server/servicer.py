@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
+import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
@@ -22,11 +23,11 @@ from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
-from outrider.rpc.drafter_ids import holder_of
+from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
+from outrider.rpc.message_bounds import BEFORE_A_TICKET, DRAFTS, decode
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
-from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ LAST_WRITE_S = 1.0  # time for a write that is under way when a stream ends
 MAX_REFUSED = 1000  # refused frames in a row that a stream may have; a session's end explains a handful
 DRAFTERS_REMEMBERED = 1024  # drafters whose calibration is kept
 
-Requests = AsyncIterator[pb.DraftUp]
+Requests = AsyncIterator[bytes]  # serialized DraftUps: what they may have at most depends on the stream
 
 
 class SessionHost(Protocol):
@@ -58,15 +59,22 @@ class SessionHost(Protocol):
         """A drafter's stream has opened."""
 
 
-class DraftStreamServicer(TreeSinkServicer):
+class DraftStreamServicer:
     """Grafts the nodes that drafters send onto their sessions' trees, and sends drafters the commits."""
 
     def __init__(
-        self, worker_id: str, tokenizer_digest: bytes, ticket_verifier: TicketVerifier, fusion: bytes = b""
+        self,
+        worker_id: str,
+        tokenizer_digest: bytes,
+        ticket_verifier: TicketVerifier,
+        fusion: bytes = b"",
+        trusted: Collection[str] = (UNNAMED,),
     ) -> None:
-        """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features."""
+        """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features. `trusted`: names in
+        the certificates of the drafters that may draft under rules that draw from q; without certificates all may."""
         self.refused = 0
         self._fusion = fusion
+        self._trusted = trusted
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._ticket_verifier = ticket_verifier
@@ -82,6 +90,13 @@ class DraftStreamServicer(TreeSinkServicer):
     def serve(self, host: SessionHost) -> None:
         """Takes the sessions from `host`. Called once, before the first stream."""
         self._host = host
+
+    def register(self, server: grpc.aio.Server) -> str:
+        """Adds the service to a server. Returns its full name."""
+        name = pb.DESCRIPTOR.services_by_name["TreeSink"].full_name
+        handler = grpc.stream_stream_rpc_method_handler(self.Draft, None, pb.DraftDown.SerializeToString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Draft": handler}),))
+        return name
 
     def begin_drain(self) -> None:
         """Ends all streams, once all queued frames are written."""
@@ -201,8 +216,8 @@ class DraftStreamServicer(TreeSinkServicer):
             raise
 
     async def _greet(self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> DraftStream:
-        first = await anext(frames, None)
-        if first is None or first.WhichOneof("frame") != "hello":
+        first = decode(pb.DraftUp, BEFORE_A_TICKET, await anext(frames, b""))
+        if first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
         hello = first.hello
         if hello.tokenizer_digest != self._tokenizer_digest:
@@ -218,7 +233,8 @@ class DraftStreamServicer(TreeSinkServicer):
 
     async def _read(self, stream: DraftStream, frames: Requests) -> None:
         refused_in_a_row = 0
-        async for message in frames:
+        async for data in frames:
+            message = decode(pb.DraftUp, DRAFTS if stream.admitted else BEFORE_A_TICKET, data)
             for frame in message.deltas or (message,):
                 refused = self.refused
                 self._receive(stream, frame)
@@ -278,6 +294,7 @@ class DraftStreamServicer(TreeSinkServicer):
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._ticket_verifier.check(subscribe.ticket, permit)
         self._check_holder(stream)
+        self._check_trust(stream, session)
         self._check_features(subscribe.features)
         calibration, wants_features = self._calibration(stream.drafter_id), bool(subscribe.features)
         self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features))
@@ -290,6 +307,14 @@ class DraftStreamServicer(TreeSinkServicer):
             if other.admitted and other.drafter_id == stream.drafter_id and other.holder != stream.holder:
                 raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
         stream.admitted = True
+
+    def _check_trust(self, stream: DraftStream, session: DraftedSession) -> None:
+        """Raises Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
+        if session.drawn and stream.holder and name_of(stream.drafter_id) not in self._trusted:
+            raise Forbidden(
+                f"untrusted drafter: {session.rule.name} lets its drafter decide the text, and `trusted_drafters` of "
+                f"the verifier does not have {name_of(stream.drafter_id)!r}; add it there, or use shared-noise"
+            )
 
     def _check_features(self, wanted: bytes) -> None:
         if wanted and not self._fusion:

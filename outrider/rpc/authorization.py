@@ -72,7 +72,7 @@ class JudgedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
                 return await run(decode(await self.read(method, context)), context)  # the handler may drop the message
 
         wrap = getattr(grpc, f"stream_{_arity(handler.response_streaming)}_rpc_method_handler")
-        decoded = partial(self.decode, method, decode) if handler.request_streaming else None
+        decoded = partial(self.decode, method, decode) if handler.request_streaming and decode is not None else None
         return wrap(judged, decoded, handler.response_serializer)
 
 

@@ -39,6 +39,11 @@ def new_drafter_id(certificate: bytes | None) -> str:
     return f"{names[0] if names else UNNAMED}-{secrets.token_hex(4)}"
 
 
+def name_of(drafter_id: str) -> str:
+    """Return the name in a drafter's id. Only under certificates it is more than the drafter's word."""
+    return drafter_id.rpartition("-")[0]
+
+
 def holder_of(context: grpc.aio.ServicerContext[Any, Any], drafter_id: str) -> str:
     """Return who the caller is that calls itself by this id: the same for all whom the CA lets share it.
 

@@ -20,6 +20,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.authorization import JudgedByRole, JudgedCalls
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, Options
+from outrider.rpc.message_bounds import BoundedRequests
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import Tls
 from outrider.telemetry.metrics import register_metric
@@ -94,7 +95,7 @@ async def serving(
     With `tls` the server accepts TLS only; if it is `mutual`, callers must show a certificate of the CA, whose role
     decides what they may call. gRPC for Python cannot ask for a certificate without requiring it, so a router, whose
     clients have none, does not ask. Renewed certificate files are used for new connections; open ones stay. A `judge`
-    decides about calls instead of the certificate's role.
+    decides about calls instead of the certificate's role. Requests to verifiers and drafters are bounded.
 
     `probes`: an address that reports the health in plaintext, too; see `plaintext_health`.
 
@@ -163,7 +164,7 @@ def _server(limits: ServerLimits, options: Options, judge: JudgedCalls | None = 
     kept = [option for option in _SERVER if option[0] != "grpc.max_receive_message_length"]
     return grpc.aio.server(
         options=(*kept, *options, *bounds),
-        interceptors=() if judge is None else (judge,),
+        interceptors=(BoundedRequests(),) if judge is None else (judge, BoundedRequests()),
         maximum_concurrent_rpcs=limits.calls,
     )
 

@@ -24,6 +24,9 @@ def incompatibility(drafter: Worker, verifier: Worker, *, sampled: bool = False)
         return status_of(SpeculationReason.OTHER_TARGET, explanation)
     if sampled and not drafter.draws:
         return status_of(SpeculationReason.RULE, name)
+    if sampled and not verifier.lets_draw(drafter.worker_id):
+        explanation = f"{drafter.worker_id} is not among the trusted_drafters of {verifier.model} at {verifier.address}"
+        return status_of(SpeculationReason.RULE, explanation)
     return None
 
 

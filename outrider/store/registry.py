@@ -63,7 +63,12 @@ class Worker:
     cores: float = 0.0  # processor seconds that its process took for each second since the heartbeat before
     arm: str = ""  # how a verifier works with drafters now; see docs/control.md
     arm_reason: str = ""  # why, for people
+    trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
+
+    def lets_draw(self, drafter_id: str) -> bool:
+        """Whether a verifier takes a drafter under a rule that draws from q."""
+        return self.trusts == "*" or drafter_id.rpartition("-")[0] in self.trusts.split()
 
 
 _KINDS = get_type_hints(Worker) | {"role": str}

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import grpc.aio
@@ -16,12 +17,13 @@ from outrider.core.session.contract import Plan
 from outrider.errors import InternalError, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import plan_to_pb
+from outrider.rpc.message_bounds import LONG, decode
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
 from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 HEARTBEATS_PER_LEASE = 4
+_DECODE = "/outrider.v1.Verifier/Decode"
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ class VerifierLink:
         self._plans: dict[int, Plan] = {}
         self._cancelled: list[int] = []
         self._wake = asyncio.Event()
-        self._call = VerifierStub(channel).Decode()
+        decoded = partial(decode, verifier_pb2.DecodeResponse, LONG)
+        self._call = channel.stream_stream(_DECODE, verifier_pb2.DecodeRequest.SerializeToString, decoded)(None)
         # Not read(): once a write has met the end of the call, read() skips the messages that are still unread.
         self._responses = liveness.monitored(aiter(self._call), f"verifier {worker.worker_id}")
         self._running = asyncio.create_task(self._run())

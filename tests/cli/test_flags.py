@@ -106,6 +106,7 @@ SECTIONS: dict[str, Section] = {
         heads=Path("/h"),
         features=Path("/f"),
         arm="turns 1/4",
+        trusted_drafters=("edge-1", "drafter"),
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),

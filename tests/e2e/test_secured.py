@@ -84,6 +84,18 @@ async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_a_session_under_a_rule_that_draws_from_q_goes_on_without_an_untrusted_drafter(
+    secured: Secured, prompts: list[str]
+) -> None:
+    async with secured.client(secured.one) as client:
+        answer = await client.generate(prompts[0], max_tokens=48, seed=3, rule="speculative-sampling")
+        assert len(answer.token_ids) == 48
+        assert answer.usage.accepted == 0
+        assert (await client.get_session(answer.session_id)).drafters == ()
+        assert answer.usage.speculation.reason == "rule"
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_each_server_is_in_redis_as_the_user_of_its_role_and_needs_no_more(secured: Secured) -> None:
     async with secured.client(secured.two) as client:
         await client.generate("x", max_tokens=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import RULES, SHARED_NOISE, Contract, Plan
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.kv_slots import AcquiredSlot
@@ -27,7 +28,7 @@ from outrider.rpc.server import serving
 from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.rpc.tls import VERIFIER, Tls
 from outrider.v1 import drafter_pb2 as pb
-from outrider.v1.drafter_pb2_grpc import TreeSinkStub, add_TreeSinkServicer_to_server
+from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from verifier_svc.session import SessionStart, VerifierSession
 
 ROUTER = TicketSigner()
@@ -51,9 +52,9 @@ def certificate(folder: Path, name: str) -> Tls:
 class Upstream:
     """A verifier's TreeSink with one session, on a real server."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: str = SHARED_NOISE, trusted: Sequence[str] = ("drafter",)) -> None:
         self.progress = WorkClock()
-        terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8)
+        terms = Contract(seed=1, max_tokens=100, rule=rule), Plan(version=1, depth=8)
         self.session = VerifierSession(
             SessionStart("s", "t", 1, (1, 2, 3), 3, *terms, 64),
             AcquiredSlot(0, 2, None),
@@ -61,7 +62,8 @@ class Upstream:
             ArrivalPatterns.unknown(),
         )
         self.sessions = {"s": self.session}
-        self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", TicketVerifier(self._keys))
+        keys = TicketVerifier(self._keys)
+        self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", keys, trusted=trusted)
         self.servicer.serve(self)
 
     def wake(self) -> None:
@@ -71,16 +73,15 @@ class Upstream:
         """There is no scheduler."""
 
     def register(self, server: grpc.aio.Server) -> list[str]:
-        add_TreeSinkServicer_to_server(self.servicer, server)
-        return [pb.DESCRIPTOR.services_by_name["TreeSink"].full_name]
+        return [self.servicer.register(server)]
 
     async def _keys(self) -> dict[bytes, float]:
         return {ROUTER.public_key: time.time() + 60}
 
 
 @asynccontextmanager
-async def upstream(tls: Tls | None) -> AsyncIterator[tuple[Upstream, str]]:
-    made = Upstream()
+async def upstream(tls: Tls | None, **terms: Any) -> AsyncIterator[tuple[Upstream, str]]:
+    made = Upstream(**terms)
     reading = asyncio.create_task(made.servicer.read_ticket_keys())
     try:
         async with serving("127.0.0.1:0", made.register, drain_s=0, tls=tls) as address:
@@ -130,7 +131,7 @@ async def subscribed(call: Any, drafter_id: str, attachment: int = 1, *, ticket_
         ("drafter-alice", ""),
         ("drafter", ALICE),
         ("drafter", "whatever"),
-        ("drafter", "x" * 100_000),
+        ("drafter", "x" * 10_000),
     ],
 )
 async def test_an_id_that_the_certificate_is_not_for_ends_the_stream(folder: Path, who: str, drafter_id: str) -> None:
@@ -204,6 +205,65 @@ async def test_certificates_that_name_a_drafter_are_all_its_own(folder: Path, tm
         for tls in (certificate(folder, "drafter-alice"), renewed):
             call = await stack.enter_async_context(greeted(address, tls, ALICE))
             assert await subscribed(call, ALICE) == "snapshot"
+
+
+SAMPLED = [
+    name for name in RULES if rule_of(Contract(seed=1, max_tokens=1, rule=name)).child_sampling is ChildSampling.SAMPLED
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_rules_that_draw_from_q_have_trusted_drafters_alone(folder: Path, rule: str) -> None:
+    """By default those whose certificate has no name of its own."""
+    async with upstream(certificate(folder, "verifier"), rule=rule) as (there, address):
+        async with greeted(address, certificate(folder, "drafter-alice"), ALICE) as call:
+            reason = await subscribed(call, ALICE)
+            assert reason.startswith("untrusted drafter: " + rule) if rule in SAMPLED else reason == "snapshot"
+            assert bool(there.session.subscriptions) == (rule not in SAMPLED)
+        async with greeted(address, certificate(folder, "drafter"), UNNAMED) as call:
+            assert await subscribed(call, UNNAMED) == "snapshot"
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+async def test_an_operator_trusts_drafters_by_their_names(folder: Path, rule: str) -> None:
+    async with upstream(certificate(folder, "verifier"), rule=rule, trusted=["alice"]) as (_, address):
+        for who, drafter_id, trusted in (
+            ("drafter-bob", "bob-00c0ffee", False),
+            ("drafter", UNNAMED, False),
+            ("drafter-alice", ALICE, True),
+        ):
+            async with greeted(address, certificate(folder, who), drafter_id) as call:
+                assert (await subscribed(call, drafter_id) == "snapshot") is trusted
+    async with upstream(None, rule=rule) as (_, address), greeted(address, None, ALICE) as call:
+        assert await subscribed(call, ALICE) == "snapshot"  # without certificates a name is anybody's
+
+
+def wanted_token(session: VerifierSession) -> pb.TreeDelta:
+    """A child of the root that its drafter wants in the text, from a q with which the rules commit it always."""
+    return pb.TreeDelta(
+        attachment=1,
+        epoch=1,
+        root_position=2,
+        root_digest=session.tree.digest,
+        first_id=1,
+        parents=[0],
+        tokens=[7],
+        edges=bytes(1),
+        drawn=[pb.DrawnFrom(tokens=[7, 8], weights=[1, 65535])],
+    )
+
+
+@pytest.mark.parametrize("who", ["drafter-alice", "drafter"])
+async def test_an_untrusted_drafter_puts_no_token_into_the_text_by_its_choice_of_q(folder: Path, who: str) -> None:
+    drafter_id = ALICE if who == "drafter-alice" else UNNAMED
+    async with (
+        upstream(certificate(folder, "verifier"), rule="speculative-sampling") as (there, address),
+        greeted(address, certificate(folder, who), drafter_id) as call,
+    ):
+        await subscribed(call, drafter_id)
+        await call.write(pb.DraftUp(delta=wanted_token(there.session)))
+        await subscribed(call, drafter_id, 2, ticket_for="nobody")  # all before it has been dealt with
+        assert there.session.tree.size == (drafter_id == UNNAMED)
 
 
 async def test_without_tls_any_id_will_do() -> None:

@@ -339,11 +339,12 @@ async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepS
     assert commit.credits == (DrafterCredit("long", 3, 3, 2), DrafterCredit("short", 1, 1, 0))
 
 
-async def test_each_owner_of_a_session_has_draws_of_its_own(loop: StepScheduler) -> None:
+@pytest.mark.parametrize("rule", ["speculative-sampling", "target-match"])
+async def test_each_owner_of_a_session_has_draws_of_its_own(loop: StepScheduler, rule: str) -> None:
     """Else a drafter that is fenced could compute what will be accepted."""
     draws = []
     for epoch in (1, 2):
-        session = opened(loop, epoch=epoch, rule="speculative-sampling")
+        session = opened(loop, epoch=epoch, rule=rule)
         step, _ = loop._select(loop._base_works([session]), time.monotonic())
         draws.append(StepVerdicts(step.works[0], HostLogits.__new__(HostLogits), 0).random_source()._uniform())
     assert draws[0] != draws[1]

@@ -85,6 +85,19 @@ async def test_a_message_of_commits_ends_where_it_is_large(monkeypatch: pytest.M
     assert counts == [3, 2]
 
 
+async def test_a_message_has_1024_commits_and_no_more() -> None:
+    outgoing = stream()
+    outgoing.batches = True
+    for attachment in range(1, 1500):
+        outgoing.commit(pb.Commit(attachment=attachment))
+    counts = []
+    for _ in range(2):
+        frame = await outgoing.next()
+        assert frame is not None
+        counts.append(len(frame.commits))
+    assert counts == [1024, 475]
+
+
 async def test_commits_of_one_session_coalesce() -> None:
     outgoing = stream()
     outgoing.commit(commit(1, 10, 2))

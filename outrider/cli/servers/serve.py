@@ -276,6 +276,14 @@ def verifier(
         str | None,
         typer.Option(help='How drafters work, pinned: rest, turns, ahead or "turns 1/4". [default: measured]'),
     ] = None,
+    trusted_drafters: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Rules that draw from q may have drafters with this name in their certificates. May be repeated. "
+            "By default those without a name, which are called drafter.",
+        ),
+    ] = None,
 ) -> None:
     """Hold the target model: verify token trees and commit the tokens that the target chooses."""
     from outrider.config import VerifierConfig
@@ -398,7 +406,7 @@ def section(kind: type[SectionT], context: typer.Context) -> SectionT:
     """
     from outrider.config import parse
 
-    given = {name: value for name, value in context.params.items() if value is not None and name != "redis"}
+    given = {name: value for name, value in context.params.items() if value not in (None, [], ()) and name != "redis"}
     if "context_tokens" in given:
         given["context"] = given.pop("context_tokens")
     for field, form in MAPPINGS.items():

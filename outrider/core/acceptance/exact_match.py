@@ -29,7 +29,7 @@ class SharedNoise:
 
 
 class TargetMatch:
-    """The target's token is drawn from p with randomness that drafters do not know: the usual rule for trees of top
+    """The target's token is drawn from p, by a draw that its position alone decides: the usual rule for trees of top
     tokens.
 
     Sources: SpecInfer (Miao et al., arXiv 2305.09781), section 4.3, "naive sampling"; EAGLE-2's usual implementation.

@@ -33,6 +33,10 @@ class SeededRandom:
         for part in key:
             self._state = mix64(self._state + (part + 1) * PHI)
 
+    def skip(self, draws: int) -> None:
+        """Pass over so many draws of one number each."""
+        self._state = (self._state + draws * PHI) & MASK
+
     def happens(self, probability: float) -> bool:
         return self._uniform() < probability
 

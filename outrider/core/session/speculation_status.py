@@ -68,8 +68,8 @@ ADVICE: Mapping[SpeculationReason, Advice] = {
         "train one for this target, or start the drafter with --any-target",
     ),
     SpeculationReason.RULE: Advice(
-        "the acceptance rule draws from q, and no drafter here can",
-        "use the rule shared-noise, or start a drafter that has a model with the target's tokenizer",
+        "the acceptance rule draws from q, and no drafter here can or may",
+        "use the rule shared-noise, or start a drafter that has a model with the target's tokenizer and is trusted",
     ),
     SpeculationReason.BUSY: Advice("all slots of the drafters are in use", "start more drafters, or give them slots"),
     SpeculationReason.UNREACHABLE: Advice(

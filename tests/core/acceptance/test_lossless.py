@@ -466,3 +466,34 @@ def test_what_is_drawn_from_is_what_is_shipped() -> None:
         accepted_walk(VerifiedRows([-1], [0]), JudgeOf(Language(2, PLAIN), Tree([()], [-1])), [], 1).choices[0].token
         == 1
     )
+
+
+class Deceived:
+    """After each row x = 0 has p = 0.00023, and a drafter claims to have drawn it from q = {x: 1, y: 65535}."""
+
+    def choose(self, row: int) -> Choice:
+        raise AssertionError("there is no shared noise here")
+
+    def p(self, row: int) -> FloatRow:
+        return np.array([0.00023, 0.49977, 0.5])
+
+    def q(self, row: int) -> FloatRow:
+        return SparseRow((0, 1), (1, 65535)).dense(3)
+
+    def choice_of(self, row: int, token: int) -> Choice:
+        return Choice(token, float("nan"))
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if rule(name).child_sampling is ChildSampling.SAMPLED])
+def test_a_drafter_that_did_not_draw_decides_the_text(name: str) -> None:
+    """Why the verifier takes trusted drafters alone under these rules (docs/decisions/0023-who-draws.md)."""
+    rows = VerifiedRows([-1, 0, 1], [-1, 0, 0])
+    for seed in range(200):
+        walk = rule(name).walk(rows, Deceived(), SeededRandom(seed))
+        assert [choice.token for choice in walk.choices[:2]] == [0, 0]
+
+
+def test_a_drafter_that_chooses_what_it_likes_decides_nothing_under_target_match() -> None:
+    rows = VerifiedRows([-1, 0, 1], [-1, 0, 0])
+    walks = [rule("target-match").walk(rows, Deceived(), SeededRandom(seed)) for seed in range(200)]
+    assert sum(walk.choices[0].token == 0 for walk in walks) < 3

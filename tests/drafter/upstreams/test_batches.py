@@ -51,6 +51,15 @@ async def test_a_message_of_deltas_ends_where_it_is_large(monkeypatch: pytest.Mo
     await rig.upstream.close()
 
 
+async def test_a_message_has_1024_deltas_and_no_more() -> None:
+    rig = Rig()
+    rig.upstream._receive(pb.DraftDown(welcome=pb.Welcome(batches=True)))
+    queue(rig.upstream, *range(1, 1500))
+    frames = await sent(rig.upstream)
+    assert [frame if isinstance(frame, str) else len(frame) for frame in frames] == ["subscribe", 1024, 475]
+    await rig.upstream.close()
+
+
 async def test_commits_of_several_sessions_are_each_taken() -> None:
     rig = Rig()
     number = rig.attachment.number

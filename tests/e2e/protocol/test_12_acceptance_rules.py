@@ -53,6 +53,15 @@ async def test_the_page_s_rules_are_those_of_the_code() -> None:
     assert table(12) == expected
 
 
+async def test_under_target_match_no_draw_depends_on_what_was_drafted(verifier: str, drafter: str, text: Text) -> None:
+    """A drafter knows the seed: it could choose among several draws of a token by where it lets steps end."""
+    contract = Contract(seed=11, max_tokens=96, temperature=0.8, rule="target-match")
+    plain = await decode(verifier, text.prompt, contract, plan=OFF)
+    drafted = await decode(verifier, text.prompt, contract, drafters=[drafter], pace=0.05)
+    assert drafted.accepted > 10
+    assert drafted.tokens == plain.tokens
+
+
 async def test_a_chain_that_was_drawn_is_accepted_as_far_as_it_is_right(verifier: str, greedy: Text) -> None:
     right, root = greedy.answer, len(greedy.prompt) - 1
     async with (

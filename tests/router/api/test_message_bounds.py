@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.rpc import message_bounds
 from outrider.v1 import inference_pb2 as pb
-from router.api.message_bounds import MAX_FIELDS, more_fields_than
+from router.api.message_bounds import MAX_FIELDS
+
+
+def more_fields_than(most: int, request: bytes) -> bool:
+    return message_bounds.more_fields_than(pb.GenerateRequest.DESCRIPTOR, most, request)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 
@@ -125,6 +126,30 @@ async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_a
     ]
     await worker_pool.close()
     await client.aclose()
+
+
+async def test_rules_that_draw_from_q_have_the_drafters_that_the_verifier_trusts(redis_url: str) -> None:
+    def worker(name: str, role: Role, **more: str) -> Worker:
+        return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, 0, 1, **more)  # type: ignore[arg-type]
+
+    async with aclosing(connect(redis_url)) as client:
+        worker_pool = WorkerPool(Registry(client))
+        for name in ("drafter-00c0ffee", "edge-1-00c0ffee", "edge-00c0ffee"):
+            await Registry(client).announce(worker(name, "drafter"), ttl_s=30.0)
+        for trusts, wanted in (
+            ("*", ["drafter-00c0ffee", "edge-00c0ffee", "edge-1-00c0ffee"]),
+            ("drafter", ["drafter-00c0ffee"]),
+            ("edge-1 other", ["edge-1-00c0ffee"]),
+            ("other", []),
+        ):
+            verifier = worker("v", "verifier", trusts=trusts)
+            found = await worker_pool.drafters(b"digest", verifier, sampled=True)
+            assert [drafter.worker_id for drafter in found] == wanted
+            assert len(await worker_pool.drafters(b"digest", verifier)) == 3
+        why = worker_pool.why_no_drafter(verifier, sampled=True)
+        assert why.reason is SpeculationReason.RULE
+        assert "drafter-00c0ffee is not among the trusted_drafters of m at v:1" in why.explanation
+        await worker_pool.close()
 
 
 async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_url: str) -> None:
