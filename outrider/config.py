@@ -384,6 +384,7 @@ def load_cluster(path: Path) -> ClusterConfig:
 def _absolute_paths(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
     paths = {
         "model": _checkpoint(base, worker.model),
+        "adapters": worker.adapters and base / worker.adapters,
         "heads": worker.heads and _checkpoint(base, worker.heads),
         "store": worker.store and base / worker.store,
         **_certificates(base, worker),
