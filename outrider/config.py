@@ -123,6 +123,7 @@ class RouterConfig(GrpcConfig):
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all
+    adapter_publishers: tuple[str, ...] = ()  # loaders whose adapters are for all tenants; *: those of all loaders
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
