@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -74,10 +75,12 @@ class LowRankAdapter:
 
 
 def adapter_folder(root: Path, name: str) -> Path | None:
-    """Return the path of an adapter's folder, if it exists and is below the root."""
+    """Return the path of an adapter's folder, if it exists and is below the root, with no link on the way there."""
     root = root.resolve()
     try:
         path = (root / name).resolve()
+        if path != Path(os.path.abspath(root / name)):
+            return None
         return path if root in path.parents and path.is_dir() else None
     except (OSError, ValueError, RuntimeError):  # a name that is too long, a zero byte, a loop of links
         return None
