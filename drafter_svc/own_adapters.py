@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.core.session.contract import Adapter
 from outrider.engine.adapters.low_rank import adapter_folder
 from outrider.engine.engine import Engine
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,9 @@ class OwnAdapters:
             if path is not None:
                 weights, _ = engine.load_adapter(path)
                 log.info("adapter %s is drafted for with the one in %s", adapter.folder, path)
-        except (CheckpointError, ConfigError) as error:
-            log.warning("sessions with adapter %s are drafted for without it: %s", adapter.folder, error)
+        except Exception as error:  # whatever it is, sessions go on without it
+            bug = not isinstance(error, OutriderError)
+            log.warning("sessions with adapter %s are drafted for without it: %s", adapter.folder, error, exc_info=bug)
         with self._lock:
             self._loaded[adapter] = weights
             self._loading.discard(adapter)

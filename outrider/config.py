@@ -125,6 +125,7 @@ class RouterConfig(GrpcConfig):
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all
+    adapter_publishers: tuple[str, ...] = ()  # loaders whose adapters are for all tenants; *: those of all loaders
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
@@ -387,6 +388,7 @@ def load_cluster(path: Path) -> ClusterConfig:
 def _absolute_paths(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
     paths = {
         "model": _checkpoint(base, worker.model),
+        "adapters": worker.adapters and base / worker.adapters,
         "heads": worker.heads and _checkpoint(base, worker.heads),
         "store": worker.store and base / worker.store,
         **_certificates(base, worker),

@@ -103,7 +103,9 @@ async def _serve(
             client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
         ),
         metrics=RouterMetrics(),
-        adapters=AdapterDirectory(models, NamedAdapters(client), worker_pool, config.adapter_loaders),
+        adapters=AdapterDirectory(
+            models, NamedAdapters(client), worker_pool, config.adapter_loaders, config.adapter_publishers
+        ),
     )
     service = GenerateServicer(router)
     authenticator = ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()

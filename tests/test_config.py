@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from outrider.config import load_cluster
+from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig, load_cluster
 from outrider.errors import ConfigError
 
 GOOD = """
@@ -32,6 +33,28 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert cluster.router.models["target"] == cluster.verifier[0].model == tmp_path / "m" / "target"
     assert cluster.verifier[0].model_name == "target"
     assert cluster.drafter[0].model == Path("/absolute/drafter")
+
+
+def paths_of(kind: type[BaseModel]) -> list[str]:
+    """The keys of a section that are paths."""
+    return [name for name, field in kind.model_fields.items() if field.annotation in (Path, Path | None)]
+
+
+def test_every_path_of_every_server_starts_from_the_file(tmp_path: Path) -> None:
+    names = {"verifier": VerifierConfig, "drafter": DrafterConfig, "gateway": GatewayConfig, "router": RouterConfig}
+    keys = {name: {key: f"./{key}" for key in paths_of(kind)} for name, kind in names.items()}
+    assert {"model", "adapters", "store", "heads", "target", "ca", "cert", "key"} <= keys["drafter"].keys()
+    text = "".join(
+        f"[{f'[{name}]' if name in ('verifier', 'drafter') else name}]\n"
+        + "".join(f"{key} = {value!r}\n" for key, value in values.items())
+        + ("models = { m = './m' }\n" if name == "router" else "")
+        for name, values in keys.items()
+    )
+    cluster = load_cluster(written(tmp_path, text))
+    for section in (*cluster.verifier, *cluster.drafter, cluster.gateway, cluster.router):
+        assert section is not None
+        for key in paths_of(type(section)):
+            assert getattr(section, key) == tmp_path / key
 
 
 def test_a_name_on_the_hub_is_not_relative_to_the_file(tmp_path: Path) -> None:

@@ -164,9 +164,10 @@ class AsyncClient:
     ) -> ModelAdapter:
         """Have all verifiers of a model load a low-rank adapter (LoRA); requests may name it as their model then.
 
-        `folder`: that of the adapter in PEFT's format, below the one in which the verifiers have their adapters. An
-        adapter that has the name already is replaced: sessions that have it keep the old one. `model`: empty for the
-        only one.
+        `folder`: that of the adapter in PEFT's format, below the one in which the verifiers have their adapters; with
+        API keys below the tenant's folder there, unless the routers' `adapter_publishers` name the tenant. An adapter
+        of the tenant that has the name already is replaced: sessions that have it keep the old one. `model`: empty for
+        the only one.
 
         Raises Forbidden unless the routers' `adapter_loaders` name the tenant; NotFound where there is no such folder;
         InvalidRequest for an adapter of another model, or of a kind that cannot be served; Unavailable without a

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
+from outrider.engine.adapters.low_rank import read_files
 from outrider.engine.batch import Segment, check_numbers
 from outrider.engine.features import Features
 from outrider.engine.following import FollowingPass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outrider.engine.adapters.low_rank import LowRankAdapter
+    from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter
     from outrider.engine.heads.speculator import Speculator
 
 Numerics = Literal["fast", "invariant"]
@@ -62,6 +63,7 @@ class Traits:
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
+    adapter_bytes: int = 0  # that the weights of an adapter may have; 0: the engine has none
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
 
 
@@ -136,7 +138,13 @@ class Engine(Traits, ABC):
         The adapter is dropped with the last reference to it. Raises CheckpointError; ConfigError where the engine has
         no adapters; Unavailable where other ranks cannot be reached.
         """
-        raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the native backend")
+        if not self.adapter_bytes:
+            raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the native backend")
+        return self.pack_adapter(read_files(folder, self.adapter_bytes))
+
+    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        """Return the adapter that files hold, as `load_adapter` does. Only for an engine with `adapter_bytes`."""
+        raise NotImplementedError
 
     def hidden(self) -> Tensor:
         """Return the features of the last pass, valid until the next one: [rows, width * parts] float32.

@@ -21,6 +21,7 @@ from outrider.errors import OutriderError, Unavailable
 from outrider.fleet import process_env
 from outrider.fleet.process import GRACE_S, Role, restart_backoff
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
+from outrider.rpc.core_dumps import forbid_core_dumps
 from outrider.rpc.lifecycle import user_error
 from outrider.rpc.server import NOT_SERVING, SERVING, Health, plaintext_health
 
@@ -195,6 +196,7 @@ class Rank:
     """One rank of a worker, as an actor on Ray."""
 
     def __init__(self, role: Role, config: WorkerConfig, rank: int) -> None:
+        forbid_core_dumps()
         process_env.set_variables(config.threads)  # before torch is loaded
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._service, self._loading = map(import_module, SERVICES[role])

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from outrider.errors import InternalError, OutriderError
+from outrider.rpc.core_dumps import forbid_core_dumps
 
 PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
 FAIL_ONCE = "OUTRIDER_FAIL_ONCE"  # environment, for tests: tasks that are to fail once (outrider.rpc.supervision)
@@ -24,11 +25,12 @@ def run_until_signal(
 ) -> None:
     """Run `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
 
-    `loop_factory`: makes the event loop; None: asyncio does.
+    `loop_factory`: makes the event loop; None: asyncio does. Neither this process nor its children write core dumps.
 
     An error that the user can fix (any OutriderError but InternalError, also inside exception groups) is printed on
     stderr, without a traceback, and the process exits with status 2.
     """
+    forbid_core_dumps()
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_cancelled_by_signals(main))

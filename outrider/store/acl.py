@@ -51,7 +51,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # whose entries have expired
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
         Grant("R~outrider:{keys}", "hget"),
-        Grant("RW~outrider:{adapters}", "hget hgetall hlen hset hdel"),
+        Grant("RW~outrider:{adapters}*", "hget hgetall hlen hset hdel"),
         Grant(
             "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes",
             "evalsha hget hset hincrby hdel zadd zrem zcard zrangebyscore pexpire",

@@ -1,6 +1,6 @@
-"""The adapters that requests may name.
+"""The adapters that requests may name. Each has an owner: the tenant that may name it, or ALL.
 
-outrider:{adapters}   hash: an adapter's name -> its description (JSON)
+outrider:{adapters}:OWNER   hash: an adapter's name -> its description (JSON); without :OWNER where callers need no key
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.session.contract import Adapter
-from outrider.errors import NotFound, Overloaded
+from outrider.errors import Overloaded
 from outrider.store.client import Client, decoding, load_object, redis_errors
 from outrider.store.names import NAME, check_name
 
-MOST = 1024  # adapters of all models together
+MOST = 1024  # adapters of an owner
+ALL = "*"  # the owner of what all tenants may name
 
 _ADAPTERS = "outrider:{adapters}"
 
@@ -34,13 +35,13 @@ class NamedAdapter:
 
 
 class NamedAdapters:
-    """All adapters by name. Methods raise Unavailable when Redis cannot be used."""
+    """All adapters by owner and name. Methods raise Unavailable when Redis cannot be used."""
 
     def __init__(self, redis: Client) -> None:
         self._redis = redis
 
-    async def add(self, named: NamedAdapter) -> None:
-        """Store an adapter, in place of one of the same name. Raises Overloaded when there are too many."""
+    async def add(self, owner: str, named: NamedAdapter) -> None:
+        """Store an adapter, in place of the owner's of the same name. Raises Overloaded when there are too many."""
         values = {
             "model": named.model,
             "folder": named.adapter.folder,
@@ -49,32 +50,34 @@ class NamedAdapters:
             "parameters": named.parameters,
         }
         with redis_errors(self._redis):
-            known: Any = await self._redis.hget(_ADAPTERS, named.name)
-            count: Any = await self._redis.hlen(_ADAPTERS)
+            known: Any = await self._redis.hget(_key(owner), named.name)
+            count: Any = await self._redis.hlen(_key(owner))
             if known is None and count >= MOST:
                 raise Overloaded(f"there are {MOST} adapters, the most that there can be; unload some")
-            await self._redis.hset(_ADAPTERS, named.name, json.dumps(values))
+            await self._redis.hset(_key(owner), named.name, json.dumps(values))
 
-    async def remove(self, name: str) -> None:
-        """Delete an adapter. Raises NotFound."""
+    async def remove(self, owner: str, name: str) -> bool:
+        """Delete an owner's adapter. Returns whether there was one."""
         with redis_errors(self._redis):
-            removed: Any = await self._redis.hdel(_ADAPTERS, name)
-        if not removed:
-            raise NotFound(f"there is no adapter {name[:80]!r}")
+            return bool(await self._redis.hdel(_key(owner), name))
 
-    async def find(self, name: str) -> NamedAdapter | None:
-        """Return the adapter of that name; None: there is none."""
+    async def find(self, owner: str, name: str) -> NamedAdapter | None:
+        """Return the owner's adapter of that name; None: there is none."""
         if not NAME.fullmatch(name):
             return None
         with redis_errors(self._redis):
-            blob: Any = await self._redis.hget(_ADAPTERS, name)
+            blob: Any = await self._redis.hget(_key(owner), name)
         return None if blob is None else _load(name, blob)
 
-    async def listed(self) -> list[NamedAdapter]:
-        """Return all adapters, by name."""
+    async def listed(self, owner: str) -> list[NamedAdapter]:
+        """Return all adapters of an owner, by name."""
         with redis_errors(self._redis):
-            entries: Any = await self._redis.hgetall(_ADAPTERS)
+            entries: Any = await self._redis.hgetall(_key(owner))
         return sorted((_load(name.decode(), blob) for name, blob in entries.items()), key=lambda it: it.name)
+
+
+def _key(owner: str) -> str:
+    return f"{_ADAPTERS}:{owner}" if owner else _ADAPTERS
 
 
 def _load(name: str, blob: bytes) -> NamedAdapter:

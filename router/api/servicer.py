@@ -67,7 +67,7 @@ class GenerateServicer(InferenceServicer):
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
             session = await self._find_session(tenant, request.session_id)
-            requested = await self._router.adapters.resolve(request.model)
+            requested = await self._router.adapters.resolve(tenant, request.model)
             params = parse(
                 request,
                 self._router.models,
@@ -147,7 +147,7 @@ class GenerateServicer(InferenceServicer):
         """Create an empty session."""
         async with errors_as_status(context):
             tenant = caller_tenant()
-            requested = await self._router.adapters.resolve(request.model)
+            requested = await self._router.adapters.resolve(tenant, request.model)
             if requested.adapter is not None:
                 raise InvalidRequest(
                     "model", "is an adapter, which a session gets with its first generation; create it for the model"
@@ -190,7 +190,7 @@ class GenerateServicer(InferenceServicer):
         """List the models that have a verifier."""
         async with errors_as_status(context):
             listed = [await self._describe(model) for model in self._router.models.values()]
-            for named in await self._router.adapters.listed():
+            for named in await self._router.adapters.listed(caller_tenant()):
                 of_model = (model for model in listed if model.name == named.model)
                 next(of_model).adapters.append(adapter_to_pb(named))
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])

@@ -27,6 +27,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from outrider.rpc.core_dumps import forbid_core_dumps
+
 MOST_CHARACTERS = 4 << 20  # characters of a rendered conversation
 MOST_BYTES = 1 << 30  # memory of this process
 MOST_SECONDS = 4  # CPU seconds to compile a template, and more than any answer may take
@@ -108,7 +110,7 @@ def render(template: jinja2.Template, inputs: Mapping[str, Any], variables: Mapp
 
 def main() -> None:
     """Answer requests until the input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    forbid_core_dumps()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.RLIM_INFINITY))
     template: jinja2.Template | None = None
     variables: dict[str, str] = {}

@@ -63,6 +63,7 @@ SECTIONS: dict[str, Section] = {
         lease_s=0.5,
         resume_ttl_s=7.0,
         adapter_loaders=("acme", "ops"),
+        adapter_publishers=("ops",),
         teaches=("acme", "*"),
         pad_stream_s=0.25,
         auth="keys",

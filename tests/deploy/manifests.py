@@ -21,6 +21,8 @@ from outrider.store.acl import ACL_ROLES
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(file.parent.name for file in DEPLOY.glob("overlays/*/kustomization.yaml"))
+DEMOS = {"cpu-demo", "observability"}  # on one machine: passwords that everybody knows, no keys and no TLS
+SECURED = sorted({*OVERLAYS} - DEMOS)
 ROLES = ("router", "verifier", "drafter", "gateway")
 COMPONENT = "app.kubernetes.io/component"
 DEMO_IMAGE = "outrider-demo"  # has the models at /models

@@ -18,6 +18,7 @@ from tests.deploy.manifests import (
     DEPLOY,
     OVERLAYS,
     ROLES,
+    SECURED,
     Manifest,
     Pod,
     of_kind,
@@ -135,27 +136,26 @@ def test_verifiers_are_scaled_by_places_and_drafters_by_verifiers(overlay: str) 
         assert window["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 120}]
 
 
-@pytest.mark.parametrize("overlay", ["gpu", "kuberay"])
+@pytest.mark.parametrize("overlay", SECURED)
 def test_certificates_have_the_names_of_their_roles_where_servers_look_for_them(overlay: str) -> None:
     manifests = rendered(overlay)
     certificates = of_kind(manifests, "Certificate")
-    for role in ("router", "verifier", "drafter"):
+    for role in ROLES:
         spec = certificates[role]["spec"]
         assert set(NAMES[role]) <= set(spec["dnsNames"])
-        assert {"server auth", "client auth"} <= set(spec["usages"])
+        assert {"server auth"} | ({"client auth"} if role != "gateway" else set()) <= set(spec["usages"])
         assert spec["secretName"] == f"{role}-tls"
-        assert (role != "router") == (set(spec["dnsNames"]) == set(NAMES[role]))
+        assert (role not in ("router", "gateway")) == (set(spec["dnsNames"]) == set(NAMES[role]))
     issuers = of_kind(manifests, "Issuer")
     assert {it["spec"]["issuerRef"]["name"] for it in certificates.values()} <= issuers.keys()
     assert issuers["authority"]["spec"]["ca"]["secretName"] == certificates["authority"]["spec"]["secretName"]
     for pod, container in servers(overlay):
         (mount,) = (it for it in container["volumeMounts"] if it["name"] == "tls")
         (volume,) = (it for it in pod.spec["volumes"] if it["name"] == "tls")
-        owner = "router" if pod.component == "gateway" else pod.component
-        assert volume["secret"]["secretName"] == f"{owner}-tls"
+        assert volume["secret"]["secretName"] == f"{pod.component}-tls"
         files = {it["value"] for it in container["env"] if it["name"].startswith("OUTRIDER_")}
-        given = ("ca.crt",) if pod.component == "gateway" else ("ca.crt", "tls.crt", "tls.key")
-        assert files == {f"{mount['mountPath']}/{name}" for name in given}
+        files |= {it.partition("=")[2] for it in container["args"] if it.startswith(("--cert=", "--key="))}
+        assert files == {f"{mount['mountPath']}/{name}" for name in ("ca.crt", "tls.crt", "tls.key")}
 
 
 def test_redis_keeps_what_is_written_to_it(overlay: str) -> None:

@@ -106,6 +106,21 @@ async def test_each_server_is_in_redis_as_the_user_of_its_role_and_needs_no_more
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_no_server_writes_a_core_dump(secured: Secured) -> None:
+    """It would hold keys and prompts. A hard limit of 0, which a server finds, is left as it is."""
+    for process in secured.cluster.processes.values():
+        for limits in core_limits(process.pid):
+            assert limits in (["1", "1"], ["0", "0"]), process.role
+
+
+def core_limits(pid: int) -> list[list[str]]:
+    """The soft and the hard limit of core dumps, in bytes, of a process and of its children."""
+    children = [it for task in Path(f"/proc/{pid}/task").iterdir() for it in (task / "children").read_text().split()]
+    lines = [line for it in (pid, *children) for line in Path(f"/proc/{it}/limits").read_text().splitlines()]
+    return [line.split()[4:6] for line in lines if line.startswith("Max core file size")]
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: Path) -> None:
     make(tmp_path)
     address = secured.cluster.router_address

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from collections import Counter
@@ -50,6 +51,8 @@ class Target:
     key: str  # of the attacker's tenant
     sessions: list[str]  # of another tenant
     idempotency_key: str  # of another tenant
+    adapter: str  # of another tenant
+    adapters: str  # folder of the attacker's own adapters
     marks: list[str]  # texts of another tenant that would not be received by chance
     size: float = 1.0  # share of the callers
 
@@ -424,6 +427,64 @@ async def _grammars(attacker: Attacker) -> None:
     await asyncio.gather(attacker.at_once(40, send), attacker.at_once(20, post))
 
 
+async def _adapters(attacker: Attacker) -> None:
+    """Adapters whose files are none, without end, others' or changing while they are read; and another tenant's."""
+    target, own = attacker.target, Path(attacker.target.adapters)
+    configuration, weights = "adapter_config.json", "adapter_model.safetensors"
+    (other,) = (own.parent / "good").iterdir()
+    whole = (other / weights).read_bytes()
+    for name in ("fifo", "zeros", "sparse", "deep", "index", "changing"):
+        shutil.copytree(other, own / name, dirs_exist_ok=True)
+        (own / name / (configuration if name in ("fifo", "deep") else weights)).unlink()
+    os.mkfifo(own / "fifo" / configuration)
+    (own / "zeros" / weights).symlink_to("/dev/zero")
+    (own / "deep" / configuration).write_text("[" * 2**19, encoding="utf-8")
+    index = {"weight_map": {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": f"../../good/{weights}"}}
+    (own / "index" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with (own / "sparse" / weights).open("wb") as sparse:
+        sparse.truncate(2**40)
+    if not (own / "linked").exists():
+        (own / "linked").symlink_to(other)
+    foreign = f"../good/{other.name}"
+    folders = (
+        "fifo",
+        "zeros",
+        "sparse",
+        "deep",
+        "index",
+        "linked",
+        foreign,
+        other.name,
+        "/etc",
+        "changing",
+        "changing",
+    )
+
+    async def load(number: int) -> None:
+        folder = folders[number % len(folders)]
+        asked = pb.LoadAdapterRequest(name=f"adapter-{number % 32}", folder=folder)
+        if await attacker.call("LoadAdapter", asked.SerializeToString()) and folder != "changing":
+            attacker.outcome.leaks.append(f"an adapter was loaded from {folder}")
+
+    async def rewrite(number: int) -> None:
+        (own / "changing" / weights).write_bytes(whole if number % 2 else whole[: len(whole) // 2])
+
+    async def spy(number: int) -> None:
+        method, message = (
+            ("UnloadAdapter", pb.UnloadAdapterRequest(name=target.adapter)),
+            ("Generate", pb.GenerateRequest(text="x", model=target.adapter, sampling=pb.Sampling(max_tokens=1))),
+        )[number % 2]
+        if await attacker.call(method, message.SerializeToString()):
+            attacker.outcome.leaks.append(f"{method} of another tenant's adapter was answered")
+
+    await asyncio.gather(
+        attacker.at_once(10, load),
+        attacker.at_once(1, rewrite),
+        attacker.at_once(4, spy),
+        attacker.at_once(1, lambda _: attacker.call("ListModels", b"")),
+    )
+
+
 async def _nothing(attacker: Attacker) -> None:
     """Computes and sends nothing: what the attacker's own use of the processors costs the others."""
     while True:
@@ -456,6 +517,7 @@ ATTACKS: dict[str, Attack] = {
     "answers": _answers,
     "long-prompts": _long_prompts,
     "grammars": _grammars,
+    "adapters": _adapters,
 }
 
 

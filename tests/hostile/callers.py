@@ -20,7 +20,9 @@ from typing import Any, Self
 import openai
 
 import outrider
+from bench.low_rank_files import make_adapter
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
+from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.errors import OutriderError
 from outrider.fleet.cluster import LocalCluster
 from outrider.store.client import connect
@@ -36,6 +38,7 @@ MARK = "zyx_marker_7431"  # no server writes it by itself
 MARK_LENGTH = 24  # characters of an answer that would not be received by chance
 LOOK_S = 0.05  # between two looks at the memory
 IDEMPOTENCY_KEY = "first-of-good"
+ADAPTER, SECRET_ADAPTER = "good-adapter", "zyx-adapter-7431"  # of the tenant that is attacked; the attacker knows one
 LIMITS: dict[str, Any] = {  # for tenants that do not trust each other: docs/security.md
     "max_sessions": SLOTS,
     "tenant_sessions": SLOTS // 2,
@@ -119,10 +122,13 @@ class Besieged:
         good: outrider.AsyncClient,
         web: openai.AsyncOpenAI,
         bad: str,
+        adapters: Path,
         pages: Mapping[str, str],
     ) -> None:
-        """`pages`: for Prometheus, by the server's name."""
+        """`bad`: the attacker's key; `adapters`: below which each tenant has a folder; `pages`: for Prometheus, by the
+        server's name."""
         self._cluster = cluster
+        self._adapters = adapters
         self._pages = pages
         self._client = good
         self._web = web
@@ -130,7 +136,9 @@ class Besieged:
         self._answers: list[str] = []  # undisturbed, by caller
 
     async def begin(self) -> None:
-        """Receive the undisturbed answers."""
+        """Load the adapter of one caller, and receive the undisturbed answers."""
+        for name in (ADAPTER, SECRET_ADAPTER):
+            await self._client.load_adapter(name, "sql")
         self._answers = [(await self._ask(number))[1] for number in range(CALLERS)]
 
     async def attack(self, name: str, seconds: float, size: float = 1.0) -> tuple[Measured, Outcome]:
@@ -146,7 +154,9 @@ class Besieged:
             key=self._bad,
             sessions=[kept.session_id],
             idempotency_key=IDEMPOTENCY_KEY + name,
-            marks=[MARK, *(text[-MARK_LENGTH:] for text in texts if len(text) >= MARK_LENGTH)],
+            adapter=ADAPTER,
+            adapters=str(self._adapters / "bad"),
+            marks=[MARK, SECRET_ADAPTER, *(text[-MARK_LENGTH:] for text in texts if len(text) >= MARK_LENGTH)],
             size=size,
         )
         before = await self._counted()
@@ -216,8 +226,8 @@ class Besieged:
             await asyncio.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
 
     async def _ask(self, number: int) -> tuple[float, str]:
-        """Seconds to the first token, and the whole answer. Half of the callers call the gateway, and two have a
-        conversation."""
+        """Seconds to the first token, and the whole answer. Half of the callers call the gateway, two have a
+        conversation, and one has an adapter."""
         prompt = f"# {MARK} {number}\ndef method_{number}(self, value):\n    return"
         began, first, text = time.monotonic(), 0.0, ""
         if number % 2:
@@ -243,6 +253,7 @@ class Besieged:
             return first, text
         asked: dict[str, Any] = {"seed": number, "temperature": 1.0, "max_tokens": ANSWER, "ignore_eos": True}
         asked |= {"prompt": prompt} if number else {"messages": [{"role": "user", "content": prompt}]}
+        asked |= {"model": ADAPTER} if number == CALLERS - 2 else {}
         async for chunk in self._client.stream(timeout=60, **asked):
             if chunk.token_ids and not first:
                 first = time.monotonic() - began
@@ -338,12 +349,24 @@ async def besieged(forward: Callable[[str, str], None] = lambda name, line: None
         for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(MODELS / "target" / file, folder / file)
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        adapters = folder.with_name("adapters")
+        make_adapter(adapters / "good" / "sql", read_config(MODELS / "target"), 4, 1, deviation=0.1)
         metrics, pages = "127.0.0.1:0", dict[str, str]()
+        loaders = ("good", "bad")
         config = ClusterConfig(
             router=RouterConfig(
-                listen="127.0.0.1:0", models={"target": folder}, auth="keys", metrics=metrics, **LIMITS
+                listen="127.0.0.1:0",
+                models={"target": folder},
+                auth="keys",
+                adapter_loaders=loaders,
+                metrics=metrics,
+                **LIMITS,
             ),
-            verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=SLOTS, metrics=metrics)],
+            verifier=[
+                VerifierConfig(
+                    model=MODELS / "target", dtype="float32", slots=SLOTS, adapters=adapters, metrics=metrics
+                )
+            ],
             drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=SLOTS, metrics=metrics)],
             gateway=GatewayConfig(listen="127.0.0.1:0", max_request_bytes=LIMITS["max_request_bytes"], metrics=metrics),
         )
@@ -359,6 +382,6 @@ async def besieged(forward: Callable[[str, str], None] = lambda name, line: None
         client = await stack.enter_async_context(outrider.AsyncClient(cluster.router_address, api_key=good, retries=0))
         url = f"http://{cluster.processes['gateway'].address}/v1"
         web = await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=good, max_retries=0))
-        running = Besieged(cluster, client, web, bad, pages)
+        running = Besieged(cluster, client, web, bad, adapters, pages)
         await running.begin()
         yield running

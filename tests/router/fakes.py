@@ -6,12 +6,13 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from hashlib import blake2b
 from typing import Any
 
 import grpc.aio
 
 from outrider.core.session.digest import extend
-from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
+from outrider.errors import Moved, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.rpc.server import serving
 from outrider.rpc.status import error_to_pb, errors_as_status
 from outrider.store.registry import Registry, Role, Worker
@@ -80,6 +81,7 @@ class FakeVerifier(VerifierServicer):
         self.dies_at_the_end = False  # before it sends the end of the generation
         self.heartbeats = 0  # that routers sent
         self.adapters: list[str] = []  # folders of the adapters that these were read with
+        self.folders: set[str] = set()  # that hold adapters
         self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
         self.reading: Callable[[], None] = lambda: None  # happens while they are read
 
@@ -139,6 +141,15 @@ class FakeVerifier(VerifierServicer):
         self.adapters.append(request.adapter.folder)
         self.reading()
         return verifier_pb2.WarmResponse(cached=len(request.tokens))
+
+    async def ReadAdapter(
+        self, request: verifier_pb2.ReadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> verifier_pb2.ReadAdapterResponse:
+        async with errors_as_status(context):
+            if request.folder not in self.folders:
+                raise NotFound(f"adapter {request.folder!r} is not here")
+            digest = blake2b(request.folder.encode(), digest_size=16).digest()
+            return verifier_pb2.ReadAdapterResponse(digest=digest, rank=4, parameters=100)
 
     async def _run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         committed, stopped = len(start.tokens) - start.answer_position, False

@@ -39,9 +39,11 @@ def bearer(secret: str) -> Metadata:
 
 
 @asynccontextmanager
-async def two_tenants(redis_url: str, verifier: FakeVerifier) -> AsyncIterator[tuple[Rig, Metadata, Metadata]]:
-    """A router with keys, and the metadata of its two tenants."""
-    async with running_router(redis_url, auth="keys") as rig, announced(verifier, rig.registry, MODEL.digest):
+async def two_tenants(
+    redis_url: str, verifier: FakeVerifier, **config: Any
+) -> AsyncIterator[tuple[Rig, Metadata, Metadata]]:
+    """A router with keys, and the metadata of its two tenants, one and two."""
+    async with running_router(redis_url, auth="keys", **config) as rig, announced(verifier, rig.registry, MODEL.digest):
         keys = Keys(rig.client)
         yield rig, bearer((await keys.add("one"))[0]), bearer((await keys.add("two"))[0])
 
@@ -176,3 +178,98 @@ async def test_without_keys_everybody_is_one_tenant(redis_url: str) -> None:
         await collect(rig.stub.Generate(ask(max_tokens=2), metadata=bearer("whatever")))
         await until(lambda: bool(verifier.starts))
     assert verifier.starts[0].tenant == ""
+
+
+async def adapters_of(rig: Rig, metadata: Metadata) -> dict[str, str]:
+    """The folders of the adapters that a tenant is shown, by name."""
+    (model,) = (await rig.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
+    return {it.name: it.folder for it in model.adapters}
+
+
+async def generate_with(rig: Rig, verifier: FakeVerifier, model: str, metadata: Metadata) -> str:
+    """The folder of the adapter that a generation of a tenant has."""
+    request = ask(max_tokens=2)
+    request.model = model
+    await drain(rig.stub.Generate(request, metadata=metadata))
+    return verifier.starts[-1].contract.adapter.folder
+
+
+async def assert_absent(rig: Rig, name: str, metadata: Metadata) -> None:
+    """Whatever a tenant asks with an adapter's name is answered as with a name that nobody ever gave."""
+    assert name not in await adapters_of(rig, metadata)
+    for make in (
+        lambda it: ("Generate", pb.GenerateRequest(model=it, text="import os")),
+        lambda it: ("Generate", pb.GenerateRequest(model=f"target:{it}", text="import os")),
+        lambda it: ("CreateSession", pb.CreateSessionRequest(model=it)),
+        lambda it: ("UnloadAdapter", pb.UnloadAdapterRequest(name=it)),
+    ):
+        seen = []
+        for asked in (name, "never"):
+            method, request = make(asked)
+            code, details, trailers = await outcome(rig, method, request, metadata)
+            assert code is not grpc.StatusCode.OK
+            seen.append((code, str(details).replace(asked, "NAME"), trailers))
+        assert seen[0] == seen[1], method
+
+
+async def test_another_tenants_adapter_answers_as_one_that_does_not_exist(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.folders = {"one/sql", "two/sql", "one/own"}
+    async with two_tenants(redis_url, verifier, adapter_loaders=("*",)) as (rig, mine, foreign):
+        loaded = await rig.stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", folder="sql"), metadata=mine)
+        assert loaded.folder == "one/sql"
+        await assert_absent(rig, "sql", foreign)
+        request = pb.LoadAdapterRequest(name="sql", folder="sql")
+        assert (await rig.stub.LoadAdapter(request, metadata=foreign)).folder == "two/sql"
+        for metadata, folder in ((mine, "one/sql"), (foreign, "two/sql")):
+            assert await adapters_of(rig, metadata) == {"sql": folder}
+            assert await generate_with(rig, verifier, "sql", metadata) == folder
+            assert await generate_with(rig, verifier, "target:sql", metadata) == folder
+        await rig.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql"), metadata=foreign)
+        await assert_absent(rig, "sql", foreign)
+        assert await generate_with(rig, verifier, "sql", mine) == "one/sql"
+
+
+@pytest.mark.parametrize("folder", ["own", "../one/own", "sql/../../one/own", "/one/own", "one/own", "./../one/own"])
+async def test_a_tenant_loads_from_no_other_tenants_folder(redis_url: str, folder: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.folders = {"own", "one/own", "two/sql", "/one/own", "../one/own"}
+    async with two_tenants(redis_url, verifier, adapter_loaders=("*",)) as (rig, _, foreign):
+        request = pb.LoadAdapterRequest(name="x", folder=folder)
+        code, details, _ = await outcome(rig, "LoadAdapter", request, foreign)
+        assert (code, "is not here" in details) == (grpc.StatusCode.NOT_FOUND, True)
+
+
+async def test_what_a_publisher_loads_is_for_all_tenants_and_only_a_publisher_replaces_it(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.folders = {"sql", "two/mine"}
+    async with two_tenants(redis_url, verifier, adapter_loaders=("*",), adapter_publishers=("one",)) as (
+        rig,
+        publisher,
+        other,
+    ):
+        await rig.stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", folder="sql"), metadata=publisher)
+        for metadata in (publisher, other):
+            assert await adapters_of(rig, metadata) == {"sql": "sql"}
+            assert await generate_with(rig, verifier, "sql", metadata) == "sql"
+        unload = pb.UnloadAdapterRequest(name="sql")
+        assert (await outcome(rig, "UnloadAdapter", unload, other))[0] is grpc.StatusCode.NOT_FOUND
+        await rig.stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", folder="mine"), metadata=other)
+        assert await adapters_of(rig, other) == {"sql": "two/mine"}
+        assert await generate_with(rig, verifier, "sql", publisher) == "sql"
+        await rig.stub.UnloadAdapter(unload, metadata=other)
+        assert await adapters_of(rig, other) == {"sql": "sql"}
+        await rig.stub.UnloadAdapter(unload, metadata=publisher)
+        await assert_absent(rig, "sql", other)
+
+
+async def test_without_keys_all_callers_are_the_owner(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.folders = {"sql"}
+    async with (
+        running_router(redis_url, adapter_loaders=("*",)) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+    ):
+        await rig.stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", folder="sql"))
+        assert await adapters_of(rig, ()) == {"sql": "sql"}
+        assert await generate_with(rig, verifier, "sql", ()) == "sql"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,29 @@ def test_a_second_signal_cuts_the_clean_up_short(loop: str) -> None:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
     assert (out, err, process.returncode) == ("", "", 0)
+
+
+def test_a_server_and_its_children_write_no_core_dump() -> None:
+    with started(0, "asyncio") as process:
+        limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="utf-8")
+        process.send_signal(signal.SIGTERM)
+    core = next(line.split() for line in limits.splitlines() if line.startswith("Max core file size"))
+    # With one byte the kernel hands a dump to no program either; a hard limit of 0 cannot be raised to that.
+    assert core[4:6] in (["1", "1"], ["0", "0"])
+    script = """
+import os, resource, signal
+from outrider.rpc.core_dumps import forbid_core_dumps
+_, hard = resource.getrlimit(resource.RLIMIT_CORE)
+resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+forbid_core_dumps()
+forbid_core_dumps()
+if (child := os.fork()) == 0:
+    os.kill(os.getpid(), signal.SIGSEGV)
+_, status = os.waitpid(child, 0)
+print(os.WTERMSIG(status) == signal.SIGSEGV, os.WCOREDUMP(status))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "True False\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of
 from outrider.store.acceptance_priors import share
 from outrider.store.acl import AclRole
-from outrider.store.adapters import NamedAdapter, NamedAdapters
+from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
 from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry, Worker
@@ -43,10 +43,11 @@ async def router(client: Client, admin: Client) -> None:
     await Registry(client).workers()
     await Keys(client).find((await Keys(admin).add("acme"))[0])
     adapters = NamedAdapters(client)
-    await adapters.add(ADAPTER)
-    assert await adapters.find("sql") == ADAPTER
-    assert await adapters.listed() == [ADAPTER]
-    await adapters.remove("sql")
+    for owner in ("", "acme", ALL):
+        await adapters.add(owner, ADAPTER)
+        assert await adapters.find(owner, "sql") == ADAPTER
+        assert await adapters.listed(owner) == [ADAPTER]
+        assert await adapters.remove(owner, "sql")
     for _ in range(2):
         learn(priors := AcceptancePriors(), 3)
         await share(client, "target:drafter:hot", priors)

@@ -101,5 +101,8 @@ async def test_there_is_nothing_outside_the_folder(disk: Disk, tmp_path: Path, n
     (tmp_path / "link").symlink_to(tmp_path.parent)
     with pytest.raises(NotFound, match="no such folder"):
         await store(disk, tmp_path).load("link")
+    (tmp_path / "inside").symlink_to(tmp_path / "a")  # perhaps another tenant's
+    with pytest.raises(NotFound, match="no such folder"):
+        await store(disk, tmp_path).load("inside")
     with pytest.raises(NotFound, match="--adapters"):
         await store(disk, None).load("a")

@@ -196,6 +196,10 @@ def router(
         list[str] | None,
         typer.Option(metavar="TENANT", help="This tenant may load and unload adapters; *: all. May be repeated."),
     ] = None,
+    adapter_publishers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TENANT", help="All tenants may use this one's adapters; *: all of all. May be repeated."),
+    ] = None,
     teaches: Annotated[
         list[str] | None,
         typer.Option(metavar="TENANT", help="Drafters may learn from this tenant's texts; *: all. May be repeated."),

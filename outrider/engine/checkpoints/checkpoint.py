@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from outrider.core.session.digest import tokenizer_digest
+from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.checkpoints.stored_tensors import StoredTensors
 from outrider.errors import CheckpointError
 from outrider.hub import checkpoint_folder
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}  # bfloat16 as its bits
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ALL = slice(None)
 # Names of the longest context in the configurations of model families; families without one get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 UNBOUNDED = 8192
 # Bounds far above all models; a damaged configuration may exceed them.
 MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
+MOST_JSON = 256 << 20  # bytes of a file in JSON; tokenizers have 40 MB at most
 # Outrider's key in config.json: ids from this one on are padding; see `padding`.
 UNPADDED = "outrider_unpadded_vocabulary"
 
@@ -67,31 +61,34 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file. Raises CheckpointError."""
+    return parse_json(read_file(path, MOST_JSON))
+
+
+def parse_json(file: ReadFile) -> dict[str, Any]:
+    """Return the JSON object of a file that has been read. Raises CheckpointError, which quotes nothing of it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; the folder must hold a checkpoint in Hugging Face format") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+        value = json.loads(file.content.tobytes())
+    except (ValueError, RecursionError) as error:
+        where = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise CheckpointError(f"{file.path}: not valid JSON{where}; download it again") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object; download it again")
+        raise CheckpointError(f"{file.path}: must hold a JSON object; download it again")
     return value
 
 
 def read_tokenizer_digest(folder: Path) -> bytes:
     """Return the digest of the folder's tokenizer. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
-    read_json(path)
-    return tokenizer_digest(path.read_bytes())
+    file = read_file(folder / "tokenizer.json", MOST_JSON)
+    parse_json(file)
+    return tokenizer_digest(file.content.tobytes())
 
 
 def read_tokenizer_size(folder: Path) -> int:
     """Return the number of ids of the folder's tokenizer, up to the largest one. Raises CheckpointError."""
     path = folder / "tokenizer.json"
+    content = read_file(path, MOST_JSON).content.tobytes()
     try:
-        return 1 + max(Tokenizer.from_file(str(path)).get_vocab().values(), default=-1)
+        return 1 + max(Tokenizer.from_buffer(content).get_vocab().values(), default=-1)
     except Exception as error:  # tokenizers raises no more specific class
         raise CheckpointError(f"{path}: is no tokenizer ({error}); download the checkpoint again") from None
 
@@ -104,7 +101,7 @@ def read_config(folder: Path) -> ModelConfig:
     raw = read_json(path)
 
     def wrong(field: str, allowed: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {field} is {raw.get(field)!r}, must be {allowed}")
+        return CheckpointError(f"{path}: {field} is {raw.get(field)!r:.80}, must be {allowed}")
 
     def count(field: str, default: int | None = None, most: int = MOST) -> int:
         value = raw.get(field)
@@ -177,7 +174,7 @@ def read_eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
         path, value = generation, chosen
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and item >= 0 for item in ids):
-        raise CheckpointError(f"{path}: eos_token_id is {value!r}, must be a token id or a list of them")
+        raise CheckpointError(f"{path}: eos_token_id is {value!r:.80}, must be a token id or a list of them")
     return tuple(ids)
 
 
@@ -198,158 +195,40 @@ def read_outline(folder: Path) -> Outline:
     raw = read_json(path)
     kind = raw.get("model_type")
     if not isinstance(kind, str):
-        raise CheckpointError(f"{path}: model_type is {kind!r}, must be a name that transformers knows")
+        raise CheckpointError(f"{path}: model_type is {kind!r:.80}, must be a name that transformers knows")
     text = raw.get("text_config")
     fields = {**raw, **text} if isinstance(text, dict) else raw
     vocabulary = fields.get("vocab_size")
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise CheckpointError(f"{path}: vocab_size is {vocabulary!r}, must be a positive integer")
+        raise CheckpointError(f"{path}: vocab_size is {vocabulary!r:.80}, must be a positive integer")
     contexts = (fields.get(name) for name in CONTEXTS)
     context = next((value for value in contexts if isinstance(value, int) and value > 1), UNBOUNDED)
     return Outline(kind, vocabulary, context)
 
 
-def as_tensor(stored: NDArray[Any]) -> Tensor:
-    """Return the array as a tensor over the same memory; 16-bit integers are the bits of bfloat16."""
-    import torch
+class Weights(StoredTensors):
+    """The tensors of a checkpoint, in one safetensors file or several."""
 
-    tensor = torch.from_numpy(stored)
-    return tensor.view(torch.bfloat16) if stored.dtype == np.uint16 else tensor
-
-
-class Weights:
-    """The tensors of a checkpoint, in one safetensors file or several.
-
-    Each array is a memory map that ends with the array, so that memory holds only the tensors in use.
-    """
-
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None, *, single: str = SINGLE) -> None:
-        """Read the headers of all files; calls `progress` with the fraction of bytes read. `single`: the name of the
-        file where there is but one. Raises CheckpointError."""
-        self._stored: dict[str, _Stored] = {}  # by tensor
-        self._progress = progress
-        self._taken = self._total = 0
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+        """Read the headers of all files; see `StoredTensors`. Raises CheckpointError."""
         index = folder / INDEX
-        shards = [folder / single]
-        if index.exists():
+        shards = [folder / SINGLE]
+        if has_index := index.exists():
             listed = read_json(index).get("weight_map")
-            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-                raise CheckpointError(f"{index}: weight_map must name the file of each tensor; download it again")
-            shards = sorted({folder / name for name in listed.values()})
-        for shard in shards:
-            if not shard.is_file():
-                raise CheckpointError(f"{shard}: missing; the weights must be there in safetensors format")
-            try:
-                with safe_open(str(shard), framework="np"):  # checks all of the header
-                    self._stored |= _layout(shard)
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
-                raise CheckpointError(f"{shard}: truncated or corrupt ({error}); download it again") from None
-            self._total += shard.stat().st_size
-        self._index = index if index.exists() else shards[0]
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The file of each tensor, by its name."""
-        return {name: stored.file for name, stored in self._stored.items()}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that is one of `files`."""
-        return self._stored[name].shape
-
-    def finish(self) -> None:
-        """Call `progress` with 1: the bytes that were not read are headers and unused tensors."""
-        if self._progress is not None:
-            self._progress(1.0)
-
-    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return a tensor as `array` does, for torch."""
-        return as_tensor(self.array(name, *shape, rows=rows, columns=columns))
-
-    def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
-        """Return a tensor of that shape as it is stored, bfloat16 as uint16, or only a part of it.
-
-        Raises CheckpointError when the tensor is missing or has another shape.
-        """
-        array = self.check(name, *shape).map(name)[(rows, columns)[: len(shape)]]
-        self._taken += math.prod(shape) * array.itemsize
-        if self._progress is not None:
-            self._progress(min(1.0, self._taken / self._total))
-        return array
-
-    def check(self, name: str, *shape: int) -> _Stored:
-        """Return where a tensor is. Raises CheckpointError when it is missing or has another shape or type."""
-        if name not in self._stored:
-            raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
-        stored = self._stored[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, config.json makes it {list(shape)}; "
-                "the two files must belong together"
-            )
-        if stored.dtype not in STORED:
-            kind = stored.dtype.lower().replace("i", "int").replace("f", "float")
-            raise CheckpointError(f"{stored.file}: tensor {name} is {kind}, must be bfloat16, float16 or float32")
-        return stored
-
-    def row_bytes(self, name: str) -> tuple[str, tuple[int, ...], list[bytes]]:
-        """Return the type, the shape and the bytes of the first, middle and last row of a tensor of any type.
-
-        Type and shape are as the file names them. Raises CheckpointError.
-        """
-        stored = self._stored[name]
-        shape = stored.shape
-        rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else []
-        content = stored.bytes(name)
-        each = len(content) // shape[0] if rows else 0
-        return stored.dtype, shape, [content[row * each : (row + 1) * each].tobytes() for row in rows]
-
-
-class _Stored(NamedTuple):
-    """The place of a tensor in its file."""
-
-    file: Path
-    dtype: str  # as safetensors names it
-    shape: tuple[int, ...]
-    start: int  # its bytes in the file are [start, stop)
-    stop: int
-
-    def bytes(self, name: str) -> NDArray[np.uint8]:
-        """Return a memory map of its bytes; a change does not reach the file. Raises CheckpointError."""
-        try:
-            if self.start == self.stop:
-                return np.empty(0, np.uint8)
-            return np.memmap(self.file, np.uint8, "c", self.start, (self.stop - self.start,))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.file}: tensor {name} cannot be read ({error}); download it again") from None
-
-    def map(self, name: str) -> NDArray[Any]:
-        """Return an array of its shape, whose type is one of those in STORED. Raises CheckpointError."""
-        raw = self.bytes(name).view(np.ndarray)
-        if self.start % 4:
-            raw = raw.copy()  # aligns the numbers
-        return raw.view(STORED[self.dtype]).reshape(self.shape)
-
-
-def _layout(shard: Path) -> dict[str, _Stored]:
-    """Return the tensors of a safetensors file with a checked header: 8 bytes of its length, then a JSON object."""
-    with shard.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    found = {}
-    for name, it in header.items():
-        if name != "__metadata__":
-            start, stop = (8 + length + offset for offset in it["data_offsets"])
-            found[name] = _Stored(shard, it["dtype"], tuple(it["shape"]), start, stop)
-    return found
+            names = [*map(str, listed.values())] if isinstance(listed, dict) else [""]
+            if not all(name and name == Path(name).name for name in names):
+                raise CheckpointError(
+                    f"{index}: weight_map must name the file of each tensor, in its own folder; download it again"
+                )
+            shards = sorted({folder / name for name in names})
+        super().__init__([CheckpointFile(shard) for shard in shards], index if has_index else shards[0], progress)
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
     path = checkpoint_folder(checkpoint, weights=False) / "tokenizer.json"
+    content = read_file(path, MOST_JSON).content.tobytes()
     try:
-        content = path.read_bytes()
         return Tokenizer.from_buffer(content), tokenizer_digest(content)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give the target's checkpoint") from None
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None

@@ -32,19 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoints.checkpoint import (
-    ALL,
-    INDEX,
-    SINGLE,
-    STORED,
-    UNPADDED,
-    ModelConfig,
-    Weights,
-    as_tensor,
-    read_config,
-    read_json,
-)
+from outrider.engine.checkpoints.checkpoint import INDEX, SINGLE, UNPADDED, ModelConfig, Weights, read_config, read_json
 from outrider.engine.checkpoints.model_card import SAME, weights_digest
+from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_tensor
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -36,17 +36,17 @@ class Rope:
         field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
         values = raw.get(field) or {}
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: {field} is {values!r}, must be an object")
+            raise CheckpointError(f"{path}: {field} is {values!r:.80}, must be an object")
 
         def number(key: str, default: Any = None) -> float:
             value = values.get(key, default)
             if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise CheckpointError(f"{path}: {field}.{key} is {value!r}, must be a positive number")
+                raise CheckpointError(f"{path}: {field}.{key} is {value!r:.80}, must be a positive number")
             return float(value)
 
         kind = values.get("rope_type", values.get("type", "default"))
         if kind not in ("default", "llama3"):
-            raise CheckpointError(f"{path}: {field} has type {kind!r}, must be 'default' or 'llama3'")
+            raise CheckpointError(f"{path}: {field} has type {kind!r:.80}, must be 'default' or 'llama3'")
         if values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
             raise CheckpointError(f"{path}: partial_rotary_factor must be 1")
         theta = number("rope_theta", raw.get("rope_theta", 10000.0))

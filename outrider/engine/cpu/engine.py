@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
-from outrider.engine.adapters.low_rank import LowRankAdapter, read_adapter
+from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes, parse_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.adapter import pack_adapter
@@ -87,6 +87,7 @@ class CpuEngine(Engine):
                 kv_tokens=sizes["kv_bytes"] // _page_bytes(config, dtype) * PAGE if bounded else 0,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
+                adapter_bytes=most_bytes(complete),
                 samples=True,
                 computed_by=f"compiled kernels ({sizes['instructions']})",
             )
@@ -204,8 +205,8 @@ class CpuEngine(Engine):
         if hidden is not None:
             self._hidden = hidden
 
-    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        adapter = read_adapter(folder, self._complete)
+    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        adapter = parse_adapter(files, self._complete)
         part = self._group.shard.adapter(adapter, self._complete)
         dtype = "float32" if self.dtype == "float32" else "bfloat16"
         return pack_adapter(part, self._config, self._kept, dtype), adapter

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoints.checkpoint import ALL, ModelConfig, Weights
+from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
+from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.engine.ranks.sharding import Shard
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.adapters.low_rank import LinearName, LowRankAdapter, read_adapter
+from outrider.engine.adapters.low_rank import AdapterFiles, LinearName, LowRankAdapter, parse_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.device.adapter_memory import AdapterForm, DeviceAdapter, place_adapter
@@ -103,17 +102,17 @@ class AdapterTable:
         """Return what passes of so many rows read."""
         return AdaptedPass(self, self._plans[rows])
 
-    def load(self, folder: Path) -> tuple[DeviceAdapter, LowRankAdapter]:
-        """Read an adapter and copy it to the device. Raises CheckpointError; ConfigError where memory is full."""
+    def load(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:
+        """Parse an adapter and copy it to the device. Raises CheckpointError; ConfigError where memory is full."""
         shape = self._shape
-        read = read_adapter(folder, shape.config)
+        read = parse_adapter(files, shape.config)
         try:
             return place_adapter(shape.shard.adapter(read, shape.config), shape.kept, shape.form), read
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"adapters: {self._shape.form.device} has too little memory for {folder}, of rank {read.rank}, beside "
-                f"those in use; memory is reserved for max_adapters, {self._shape.most}, of rank {RESERVED_RANK}: set "
-                "kv_memory, or lower the slots or max_adapters"
+                f"adapters: {self._shape.form.device} has too little memory for {files.folder}, of rank {read.rank}, "
+                f"beside those in use; memory is reserved for max_adapters, {self._shape.most}, of rank "
+                f"{RESERVED_RANK}: set kv_memory, or lower the slots or max_adapters"
             ) from None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
-from outrider.engine.adapters.low_rank import LowRankAdapter
+from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.device.adapter_memory import AdapterForm
@@ -150,6 +150,7 @@ class DeviceEngine(Engine):
                 runs_on=group.shard.of == 1 and features is None,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
+                adapter_bytes=0 if adapters is None else most_bytes(adapters.config),
             )
         )
         self.device = device
@@ -346,7 +347,11 @@ class DeviceEngine(Engine):
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
         if self._adapters is None:
             raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
-        return self._adapters.load(folder)
+        return super().load_adapter(folder)
+
+    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        assert self._adapters is not None  # else `adapter_bytes` is 0
+        return self._adapters.load(files)
 
     def hidden(self) -> Tensor:
         return self._taken[0] if len(self._taken) == 1 else torch.cat(self._taken)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from outrider.engine.adapters.low_rank import LowRankAdapter, read_adapter
+from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes, parse_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.eager.adapter import PassAdapters, check_adapter, pack_adapter
@@ -75,6 +75,7 @@ class NativeEngine(Engine):
                 kv_bytes=self._cache.bytes,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
+                adapter_bytes=most_bytes(complete),
             )
         )
         self._hidden = torch.empty(0)
@@ -162,8 +163,8 @@ class NativeEngine(Engine):
                 logits[:, self.unpadded_vocabulary :] = -torch.inf
             return logits.numpy()[: packed.outputs_used, : self.vocabulary]
 
-    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        adapter = read_adapter(folder, self._complete)
+    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        adapter = parse_adapter(files, self._complete)
         part = self._group.shard.adapter(adapter, self._complete)
         pack_part = partial(pack_adapter, part, self._config, self._kept, self._dtype)
         return run_in_short_lived_thread(pack_part), adapter

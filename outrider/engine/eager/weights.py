@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoints.checkpoint import ALL, ModelConfig
+from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.engine.ranks.sharding import Shard
 
 
@@ -45,7 +46,7 @@ class WeightReader:
     """Reads the part of a model that `shard` holds. All methods may raise CheckpointError.
 
     `config`: that of the complete model. Tensors are copied to `device` in `dtype`, norms in float32; without a device
-    they may be views of a file. `interleaved`: the two numbers that RoPE rotates are neighbours in queries and keys;
+    they are as stored. `interleaved`: the two numbers that RoPE rotates are neighbours in queries and keys;
     otherwise they are in two halves, as in the checkpoint. `group_first`: query heads are ordered (group, KV head), so
     that one attention call has those which share a KV head side by side without a copy; else as in the checkpoint.
     """

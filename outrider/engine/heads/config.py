@@ -88,7 +88,9 @@ def read_heads_config(folder: Path) -> HeadsConfig:
     path = folder / "config.json"
     raw = read_json(path)
     if raw.get(KEY) not in KINDS:
-        raise CheckpointError(f"{path}: {KEY} is {raw.get(KEY)!r}, must be one of {', '.join(KINDS)}: are these heads?")
+        raise CheckpointError(
+            f"{path}: {KEY} is {raw.get(KEY)!r:.80}, must be one of {', '.join(KINDS)}: are these heads?"
+        )
     values = {"kind": raw[KEY]}
     for field in fields(HeadsConfig):
         if field.name == "kind" or field.name not in raw:
@@ -96,7 +98,7 @@ def read_heads_config(folder: Path) -> HeadsConfig:
         values[field.name] = _checked(path, field.name, raw[field.name])
     for name in ("width", "vocabulary", "depth", *_needed(raw[KEY])):
         if not values.get(name):
-            raise CheckpointError(f"{path}: {name} is {raw.get(name)!r}, must be there and not 0 or empty")
+            raise CheckpointError(f"{path}: {name} is {raw.get(name)!r:.80}, must be there and not 0 or empty")
     shape = HeadsConfig(**values)
     if shape.kind == "mlp" and not shape.own_head and shape.inner != shape.width:
         raise CheckpointError(
@@ -128,5 +130,5 @@ def _checked(path: Path, name: str, value: object) -> object:
     else:
         fine, allowed = isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a whole number"
     if not fine:
-        raise CheckpointError(f"{path}: {name} is {value!r}, must be {allowed}")
+        raise CheckpointError(f"{path}: {name} is {value!r:.80}, must be {allowed}")
     return value

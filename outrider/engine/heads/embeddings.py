@@ -41,8 +41,7 @@ def read_target_embeddings(target: Path, dtype: torch.dtype, *, training: bool =
     """
     config = read_config(target)
     reader = WeightReader(Weights(target), config, Shard())
-    table = reader.embedding().clone()  # the tensor may be a view of the file
-    weight = reader.head().to(dtype, copy=True)
+    table, weight = reader.embedding(), reader.head().to(dtype)
     head = partial(linear, weight=weight) if training else float_linear(weight, None, dtype)
 
     def unembed(states: Tensor) -> Tensor:

@@ -26,11 +26,13 @@ from outrider.errors import CheckpointError, ConfigError
 # For every model that transformers makes. A checkpoint may name kernels of the hub, which transformers would download
 # and run unless an argument, here its own choice, takes their place.
 NO_HUB_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
-# For every checkpoint that it reads: none of its code runs, and no pickled weights are read.
+# For every checkpoint that it reads: none of its code runs, no pickled weights are read, and no file stays mapped into
+# memory: a change would change the weights of a model that serves, and a truncation end the process by SIGBUS.
 SAFE_LOADING: dict[str, Any] = {
     "local_files_only": True,
     "trust_remote_code": False,
     "use_safetensors": True,
+    "disable_mmap": True,
     **NO_HUB_KERNELS,
 }
 WINDOWS = ("sliding_window", "attention_chunk_size")  # fields of a configuration: tokens back that some layers see

@@ -17,9 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
-from outrider.engine.adapters.low_rank import FILES
+from outrider.engine.adapters.low_rank import FILES, AdapterFiles
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.group import RankLost
@@ -60,21 +58,21 @@ class AdapterOutbox:
         """Whether pieces wait for a message."""
         return bool(self._pieces)
 
-    def add(self, folder: Path, contents: Sequence[bytes]) -> int:
-        """Queue the contents of FILES in the `folder`, and return the adapter's number.
+    def add(self, files: AdapterFiles) -> int:
+        """Queue an adapter's files, and return its number.
 
         Raises CheckpointError for files that are too large, RankLost for a group that has ended.
         """
-        if (size := sum(map(len, contents))) > MOST_BYTES:
+        if (size := sum(it.size for it in files.contents)) > MOST_BYTES:
             raise CheckpointError(
-                f"{folder}: ranks that share a model exchange adapters of up to {MOST_BYTES} bytes, and this one has "
-                f"{size}; train it with a smaller rank, or save it in bfloat16"
+                f"{files.folder}: ranks that share a model exchange adapters of up to {MOST_BYTES} bytes, and this one "
+                f"has {size}; train it with a smaller rank, or save it in bfloat16"
             )
         pieces = []
         number = next(self._numbers)
-        for file, content in enumerate(contents):
+        for file, (_, content) in enumerate(files.contents):
             for start in range(0, len(content), PIECE):
-                part = np.frombuffer(content, np.uint8)[start : start + PIECE]
+                part = content[start : start + PIECE]
                 pieces.append(AdapterPiece(number, file, part, last=False))
         pieces[-1] = replace(pieces[-1], last=True)
         with self._changed:

@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
-from outrider.engine.adapters.low_rank import LowRankAdapter, read_files
+from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.logits import Logits
@@ -80,16 +79,16 @@ class Leader(Engine):
         with self._using_group():
             return self._engine.sample(self._send_plan(segments), draws, best)
 
-    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        """Load an adapter on all ranks; for the rest see `Engine.load_adapter`. Only rank 0 reads the folder.
+    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        """Load an adapter on all ranks, from the same bytes; for the rest see `Engine.load_adapter`.
 
         Waits until passes and heartbeats, which run in another thread, have sent the files to the other ranks. Raises
         Unavailable where they send nothing for a minute, RankLost where the group ends meanwhile.
         """
         began = time.monotonic()
-        part, read = self._engine.load_adapter(folder)
+        part, read = self._engine.pack_adapter(files)
         seconds = time.monotonic() - began
-        number = self._adapters.add(folder, read_files(folder, read.digest))
+        number = self._adapters.add(files)
         self._pace_heartbeats()
         # The other ranks pack their parts in about the time that this one took. Otherwise the first pass with the
         # adapter, and all sessions in it, would wait for them.

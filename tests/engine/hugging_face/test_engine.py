@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,24 @@ def test_every_model_of_transformers_is_made_without_kernels_of_the_hub() -> Non
     for method, spread in found:
         assert spread >= {{"from_pretrained": "SAFE_LOADING", "from_config": "NO_HUB_KERNELS"}[method]}
     assert SAFE_LOADING.items() >= NO_HUB_KERNELS.items()
+
+
+def test_a_model_that_was_loaded_outlives_its_files(tmp_path: Path) -> None:
+    """In a process of its own, which a mapped page beyond the end of its file would end with SIGBUS."""
+    folder = make_family(tmp_path, "gpt2")
+    script = f"""
+import os
+from pathlib import Path
+from outrider.engine.hugging_face.pretrained import Pretrained
+from outrider.engine.ranks.sharding import Shard
+loaded = Pretrained.load(Path({str(folder)!r}), "float32", Shard())
+before = loaded.logits([1, 2, 3])
+for file in Path({str(folder)!r}).glob("*.safetensors"):
+    os.truncate(file, 0)
+print(bool((loaded.logits([1, 2, 3]) == before).all()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -21,7 +22,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import LlamaConfig
 
-from outrider.engine.adapters.low_rank import CONFIG, FILES, TENSORS, LowRankAdapter, read_adapter, read_files
+from outrider.engine.adapters.low_rank import FILES, TENSORS, AdapterFiles, LowRankAdapter, read_adapter
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
@@ -250,7 +251,7 @@ def dropped(messages: Sequence[tuple[list[Change], list[Segment]]]) -> list[int]
     return [change.number for changes, _ in messages for change in changes if isinstance(change, DropAdapter)]
 
 
-@pytest.mark.parametrize("problem", ["foreign", "missing", "large", "changing"])
+@pytest.mark.parametrize("problem", ["foreign", "missing", "large"])
 def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
     problem: str,
     checkpoint: Path,
@@ -270,9 +271,6 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
         case "large":
             monkeypatch.setattr(adapter_transfer, "MOST_BYTES", 10_000)
             match = r"up to 10000 bytes, and this one has \d+; train it with a smaller rank"
-        case "changing":
-            change_after_reading(monkeypatch)
-            match = "have changed while they were read; load the adapter again"
     with leading(checkpoint, 2) as engine:
         text = random_tokens(engine, np.random.default_rng(6), 9)
         expected = engine.forward([prompt(0, text)])
@@ -283,22 +281,26 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
         assert np.array_equal(engine.forward([prompt(0, text)]), expected)
 
 
-def change_after_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's engine reads other files than are there afterwards."""
-    load_adapter = CpuEngine.load_adapter
+def test_all_ranks_have_the_bytes_that_were_read_once(
+    checkpoint: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the files are others from the moment on in which rank 0 packs its part."""
+    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    segments = mixed(alone, [alone.load_adapter(it)[0] for it in (folders[0], folders[0])])
+    expected = alone.forward(segments)
+    folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
+    pack_adapter = CpuEngine.pack_adapter
 
-    def load_other(engine: CpuEngine, folder: Path) -> tuple[object, LowRankAdapter]:
-        adapter, read = load_adapter(engine, folder)
-        return adapter, replace(read, digest="0" * 32)
+    def pack_and_replace(engine: CpuEngine, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        for name in FILES if files.folder == folder else ():
+            shutil.copy(folders[1] / name, folder / name)
+        return pack_adapter(engine, files)
 
-    monkeypatch.setattr(CpuEngine, "load_adapter", load_other)
-
-
-def test_files_that_cannot_be_read_again_are_named(folders: list[Path], checkpoint: Path, tmp_path: Path) -> None:
-    digest = read_adapter(folders[0], read_config(checkpoint)).digest
-    (tmp_path / CONFIG).write_bytes((folders[0] / CONFIG).read_bytes())
-    with pytest.raises(CheckpointError, match=rf"{TENSORS}: No such file"):
-        read_files(tmp_path, digest)
+    monkeypatch.setattr(CpuEngine, "pack_adapter", pack_and_replace)
+    with leading(checkpoint, 2) as engine:
+        adapter = load(engine, folder)
+        assert (folder / TENSORS).read_bytes() == (folders[1] / TENSORS).read_bytes()
+        assert_same(engine.forward(mixed(engine, (adapter, adapter))), expected)
 
 
 def test_an_adapter_of_another_engine_is_refused_before_a_plan_is_sent(
