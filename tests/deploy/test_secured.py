@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from outrider.config import GatewayConfig, RouterConfig
+from outrider.grammar.compiler import KEPT_BYTES, MAX_BYTES
 from router.api.template_sandbox import MOST_BYTES
 from tests.deploy.commands import parsed
 from tests.deploy.manifests import (
@@ -119,13 +120,13 @@ def test_what_pods_write_to_their_nodes_is_bounded(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_router_has_memory_beside_what_its_processes_for_templates_may_take(
+def test_a_router_has_memory_beside_what_its_processes_for_templates_and_grammars_may_take(
     overlay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = section(overlay, "router", monkeypatch)
     (container,) = (container for pod, container in servers(overlay) if pod.component == "router")
     limit = bytes_of(container["resources"]["limits"]["memory"])
-    assert limit >= ROUTER_BYTES + MOST_BYTES * len(router.models)
+    assert limit >= ROUTER_BYTES + (MOST_BYTES + MAX_BYTES + KEPT_BYTES) * len(router.models)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
