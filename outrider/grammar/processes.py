@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from outrider.errors import Unavailable
 from outrider.grammar.connection import GrammarConnection
 
+SPARE_S = 0.05  # after which the next process is forked, so that it does not take the processor from this one's grammar
 ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the processes inherit, and no secrets
 
 
@@ -31,8 +33,15 @@ class GrammarProcesses:
         """Return a connection to a process without a grammar. Raises Unavailable."""
         spare, self._spare = self._spare, None
         found = self._connect() if spare is None or spare.failure is not None else spare
-        self._spare = self._connect()
+        try:
+            asyncio.get_running_loop().call_later(SPARE_S, self._keep_spare)
+        except RuntimeError:  # no event loop runs
+            self._keep_spare()
         return found
+
+    def _keep_spare(self) -> None:
+        if self._first is not None and self._spare is None:
+            self._spare = self._connect()
 
     def _connect(self) -> GrammarConnection:
         for _ in range(2):  # the first process may have been killed
