@@ -40,12 +40,12 @@ async def open_stream(
     for worker in worker_pool.rank_verifiers(
         workers, kv_holder, token_log.tokens, contract.kv_scope(opened.record.tenant)
     ):
+        start = _decode_start(router, opened, token_log, contract, plan)
+        stream = DecodeStream(worker, router.verifier_links.to(worker), start)
         worker_pool.add_session(worker)
         began = time.monotonic()
         try:
             with client_span("outrider.v1.Verifier/Decode") as span:
-                start = _decode_start(router, opened, token_log, contract, plan)
-                stream = DecodeStream(worker, router.verifier_links.to(worker), start)
                 span.add_event("plan", plan_attributes(plan))
                 on_attempt(stream)
                 await stream.open()
