@@ -53,8 +53,8 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("R~outrider:{keys}", "hget"),
         Grant("RW~outrider:{adapters}", "hget hgetall hlen hset hdel"),
         Grant(
-            "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes",
-            "evalsha hget hset hincrby hdel zadd zrem zcard zrangebyscore pexpire",
+            "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes RW~outrider:{usage:*}:claims",
+            "evalsha hget hset hincrby hdel zadd zrem zcard zscore zrangebyscore zremrangebyscore pexpire",
         ),
         Grant("RW~outrider:{acceptance}:*", "get set"),
         Grant("W~outrider:{examples}:*", "xadd xtrim expire"),

@@ -333,7 +333,7 @@ class GenerateServicer(InferenceServicer):
         if opened.token_log is None or not router.storage.bounded:
             return
         record, answer = opened.record, response.position - response.start
-        size = generation_bytes(response.start - opened.logged, opened.turn.contract, answer)
+        size = generation_bytes(response.start - opened.logged, opened.turn, answer)
         router.background.spawn(router.storage.settle(record.tenant, record.session_id, record.generation, size))
 
     async def _describe(self, model: ServedModel) -> pb.Model:

@@ -17,7 +17,7 @@ from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
 from outrider.store.registry import Worker
 from outrider.store.session_events import SessionEvents
-from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
+from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
 from outrider.store.tenant_storage import TenantStorage, generation_bytes
 from router.api.adapters import AdapterDirectory
 from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
@@ -134,20 +134,15 @@ async def begin(
     """Begin a new generation, in `session` or in a new session; or return the one that was begun with the same
     idempotency key.
 
-    Raises InvalidRequest and TokenizerMismatch, Unavailable when no verifier serves the model, Busy while another
-    generation of the session runs.
+    What is refused leaves nothing in Redis. Raises InvalidRequest and TokenizerMismatch, Unavailable when no verifier
+    serves the model, Busy while another generation of the session runs, Overloaded where the tenant keeps too much.
     """
-    history = await _history(router.sessions, params, session)
+    holder = ""
     if params.idempotency_key:
-        claim = f"{history.session_id}/{history.generation}"
-        first = await router.sessions.claim(params.tenant, params.idempotency_key, params.fingerprint, claim)
-        session_id, _, number = first.rpartition("/")
-        with decoding("an idempotency key's entry"):
-            generation = int(number)
-        if record := await _find_started(router, params, session_id, generation):
-            return await take_over(router, params.tenant, session_id, record.generation, 0, 0)
-        if session_id != history.session_id:  # the call that claimed the key first died before it began
-            history = replace(history, session_id=session_id, expected=0)
+        holder = await router.sessions.claimed(params.tenant, params.idempotency_key, params.fingerprint)
+        if holder and (first := await _take_over_started(router, params, *_place(holder))):
+            return first
+    history = _held(await _history(router.sessions, params, session), holder)
     if isinstance(params.prompt, Conversation) and history.logged and not params.whole_history:
         raise InvalidRequest(
             "messages",
@@ -158,14 +153,56 @@ async def begin(
     if params.fills_context:
         params = replace(params, contract=fill_context(history.tokens, params.contract, verifiers))
     check_fits(history.tokens, params.contract, verifiers)
+    if session is not None and session.running and await router.sessions.runs(history.session_id):
+        if first := await _take_over_started(router, params, history.session_id, history.generation):
+            return first
+        raise Busy(f"session {history.session_id}: a generation has not ended; resume it, cancel it, or wait")
+    turn = SessionTurn(params.contract, params.stops, len(history.tokens), deadline, params.request_id)
+    await _reserve(router, params, history, turn)
+    if params.idempotency_key:
+        claim = f"{history.session_id}/{history.generation}"
+        holder = await router.sessions.claim(params.tenant, params.idempotency_key, params.fingerprint, claim)
+        if holder != claim and _place(holder)[0] != history.session_id:  # another call of this request was faster
+            await router.storage.forget(params.tenant, history.session_id)
+            history = _held(history, holder)
+            await _reserve(router, params, history, turn)
+        if first := await _take_over_started(router, params, *_place(holder)):
+            return first
     try:
-        return await _begin(router, params, history, deadline)
+        return await _begin(router, params, history, turn)
     except (Superseded, Conflict):  # another call began, resumed or ended a generation meanwhile
-        if record := await _find_started(router, params, history.session_id, history.generation):
-            return await take_over(router, params.tenant, history.session_id, record.generation, 0, 0)
+        if first := await _take_over_started(router, params, history.session_id, history.generation):
+            return first
         if session is None:  # only another call of this request knows the session, or Redis' reply was lost
             raise Unavailable(f"session {history.session_id} changed while its generation began; retry") from None
         raise Busy(f"session {history.session_id}: another call began a generation first; resume it, or wait") from None
+
+
+def _place(holder: str) -> tuple[str, int]:
+    """Return the session and the generation that a claim is for."""
+    session_id, _, number = holder.rpartition("/")
+    with decoding("an idempotency key's entry"):
+        return session_id, int(number)
+
+
+def _held(history: _History, holder: str) -> _History:
+    """Return a history in the session that holds the request's idempotency key: the call that claimed it died before it
+    began. "": none holds it."""
+    if not holder or (session_id := _place(holder)[0]) == history.session_id:
+        return history
+    return replace(history, session_id=session_id, expected=0)
+
+
+async def _reserve(router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn) -> None:
+    """Count a generation that is about to begin, and its claim. Raises Overloaded."""
+    await router.storage.reserve(
+        params.tenant,
+        history.session_id,
+        history.generation,
+        generation_bytes(len(history.tokens) - history.logged, turn),
+        new=history.expected == 0,
+        claim=claim_name(params.tenant, params.idempotency_key) if params.idempotency_key else "",
+    )
 
 
 async def take_over(
@@ -277,11 +314,11 @@ def _check_same(found: SessionRecord, now: SessionRecord) -> None:
         raise InvalidRequest("generation", f"is {found.generation}, and a later generation has begun")
 
 
-async def _find_started(
+async def _take_over_started(
     router: RouterContext, params: GenerateParams, session_id: str, generation: int
-) -> SessionRecord | None:
-    """Return the session in which this very request was begun before, as `generation` or a later one; None if it was
-    not.
+) -> OpenedGeneration | None:
+    """Take over the generation that this very request began before, as `generation` of a session or a later one; None
+    if it did not.
 
     Raises InvalidRequest when a later generation has begun since, so that the request's generation is not known.
     """
@@ -290,7 +327,7 @@ async def _find_started(
     except NotFound:
         return None
     if record.turn is not None and params.idempotency_key and record.turn.request == params.request_id:
-        return record
+        return await take_over(router, params.tenant, session_id, record.generation, 0, 0)
     if record.generation > generation:
         raise InvalidRequest("idempotency_key", "was used for an earlier generation of this session; use a new key")
     return None
@@ -329,12 +366,9 @@ async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[
 
 
 async def _begin(
-    router: RouterContext, params: GenerateParams, history: _History, deadline: float | None
+    router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn
 ) -> OpenedGeneration:
     sessions, plan = router.sessions, params.policy.plan()
-    size = generation_bytes(len(history.tokens) - history.logged, params.contract)
-    await router.storage.reserve(params.tenant, history.session_id, history.generation, size, new=history.expected == 0)
-    turn = SessionTurn(params.contract, params.stops, len(history.tokens), deadline, params.request_id)
     if history.expected == 0:
         await sessions.create(history.session_id, params.tenant, params.model.name, params.model.digest)
     response = await offload_if_long(history.tokens, _new_response, params.model, history.tokens, turn, UsageStats())

@@ -250,6 +250,9 @@ class _UnlimitedStorage:
     async def reserve(self, *arguments: Any, **options: Any) -> None:
         pass
 
+    async def forget(self, *arguments: Any) -> None:
+        pass
+
 
 class Router:
     """One router process."""

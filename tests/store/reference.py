@@ -146,13 +146,23 @@ class Store:
         )
         self.sessions[session_id] = Session(tombstone, self.now() + max(2 * self.lease_s, 60.0))
 
-    def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+    def runs(self, session_id: str) -> bool:
+        session = self.find(session_id)
+        return session is not None and session.record.running and session.record.resumable > self.now()
+
+    def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
         held = self.claims.get((tenant, key))
         if held is None or held[2] <= self.now():
-            held = self.claims[tenant, key] = (fingerprint, session_id, self.now() + self.ttl_s)
+            return ""
         if held[0] != fingerprint:
             raise InvalidRequest("idempotency_key", "came with another request before")
         return held[1]
+
+    def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+        if not (held := self.claimed(tenant, key, fingerprint)):
+            held = session_id
+            self.claims[tenant, key] = fingerprint, session_id, self.now() + self.ttl_s
+        return held
 
     # What follows is for `Owned` and for looking inside.
 

@@ -64,6 +64,7 @@ async def _sessions(client: Client, admin: Client) -> None:
     for name in ("s1", "s2"):
         await sessions.create(name, "tenant", "target", b"digest")
         await sessions.claim("tenant", f"key of {name}", b"request", name)
+        await sessions.claimed("tenant", f"key of {name}", b"request")
     digest = extend(EMPTY, PROMPT)
     begun = await sessions.begin("s1", 0, "r1", TURN, 0, PROMPT, digest)
     other = await sessions.begin("s2", 0, "r1", TURN, 0, PROMPT, digest)
@@ -89,13 +90,14 @@ async def _sessions(client: Client, admin: Client) -> None:
         await brief.left_behind(lease)
         await brief.abandon(lease)
     await sessions.list_lease("s2")
+    await sessions.runs("s2")
     await sessions.leases.begin_scan()
     await sessions.leases.end_scan()
     for name in ("s1", "s2", "s3"):
         await sessions.close(name)
     storage = TenantStorage(client, 0.002, sessions=9, size=9_999)
     await storage.measure()
-    await storage.reserve("tenant", "s1", 1, 100, new=True)
+    await storage.reserve("tenant", "s1", 1, 100, new=True, claim="key")
     await asyncio.sleep(0.004)
     await storage.reserve("tenant", "s2", 1, 100, new=True)
     await storage.forget("tenant", "s2")
