@@ -23,7 +23,7 @@ class SessionTurn:
     contract: Contract
     stops: tuple[str, ...]  # stop strings
     answer_position: int  # position of the response's first token
-    deadline: float | None  # absolute, in seconds since 1970; None: no deadline
+    deadline: float | None  # in seconds since 1970, by Redis' clock; None: no deadline
     request: str = ""  # name of the request, if it came with an idempotency key
 
 

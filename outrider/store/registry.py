@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from outrider.errors import InternalError, Unavailable
 from outrider.store.client import Client, connect, load_object, redis_errors
+from outrider.store.redis_clock import RedisClock
 
 TOP = -1  # the tier above all drafters: the verifiers
 Role = Literal["verifier", "drafter"]
@@ -143,9 +144,14 @@ class Registry:
 
 
 async def keep_announced(
-    redis_url: str, describe: Callable[[], Worker], interval_s: float, changed: asyncio.Event | None = None
+    redis_url: str,
+    describe: Callable[[], Worker],
+    interval_s: float,
+    changed: asyncio.Event | None = None,
+    clock: RedisClock | None = None,
 ) -> None:
     """Announce `describe()` every `interval_s` seconds, and when `changed` is set, until cancelled; then withdraw it.
+    Each heartbeat also reads `clock`.
 
     The entry expires after three intervals without a heartbeat. An outage of Redis is logged once; the next heartbeat
     tries again. Raises ConfigError for a malformed URL.
@@ -158,7 +164,10 @@ async def keep_announced(
     try:
         while True:
             try:
-                await registry.announce(replace(describe(), cores=ran.lately()), _MISSED_HEARTBEATS * interval_s)
+                await asyncio.gather(
+                    registry.announce(replace(describe(), cores=ran.lately()), _MISSED_HEARTBEATS * interval_s),
+                    _read_clock(client, clock),
+                )
                 if not reachable:
                     log.info("announced again")
                 reachable = True
@@ -190,6 +199,15 @@ class ProcessorShare:
             self._latest = round((ran - self._ran) / (now - self._at), 2)
             self._at, self._ran = now, ran
         return self._latest
+
+
+async def _read_clock(client: Client, clock: RedisClock | None) -> None:
+    """Read Redis' clock. A worker whose user in Redis may not is announced all the same, and has its own clock."""
+    if clock is not None:
+        try:
+            await clock.read(client)
+        except Unavailable as error:
+            log.debug("Redis' time is not known: %s", error)
 
 
 async def _withdraw(registry: Registry, worker: Worker) -> None:

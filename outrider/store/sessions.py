@@ -222,6 +222,11 @@ class Sessions:
         left_behind, end_ms = await self._run("abandon", session_id, "")
         return bool(end_ms) and not left_behind
 
+    async def lapsed(self, session_id: str) -> bool:
+        """Whether a session has a generation that has not ended and can be resumed no more, by Redis' clock."""
+        left_behind, _ = await self._run("abandon", session_id, "")
+        return bool(left_behind)
+
     async def list_lease(self, session_id: str) -> None:
         """Add a generation that has not ended to the index of leases, unless it is there."""
         _, end_ms = await self._run("abandon", session_id, "")

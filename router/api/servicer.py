@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -65,7 +66,7 @@ class GenerateServicer(InferenceServicer):
             arrived = time.monotonic()
             tenant = caller_tenant()
             remaining = context.time_remaining()
-            deadline = None if remaining is None else time.time() + remaining
+            deadline = math.inf if remaining is None else arrived + remaining
             session = await self._find_session(tenant, request.session_id)
             requested = await self._router.adapters.resolve(request.model)
             params = parse(

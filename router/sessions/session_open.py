@@ -15,6 +15,7 @@ from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded
 from outrider.offload import offload_if_long
 from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Worker
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
@@ -56,6 +57,7 @@ class RouterContext:
     storage: TenantStorage
     metrics: RouterMetrics
     adapters: AdapterDirectory
+    clock: RedisClock
     turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
 
     def owner(self) -> str:
@@ -78,6 +80,7 @@ class OpenedGeneration:
     policy: GammaPolicy
     forked_from: str = ""
     logged: int = 0  # tokens that were in the log before it began, where it began here
+    deadline: float = math.inf  # by the monotonic clock
 
     @property
     def ended(self) -> EndReason | None:
@@ -87,7 +90,7 @@ class OpenedGeneration:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline; infinity where there is none."""
-        return math.inf if self.turn.deadline is None else self.turn.deadline - time.time()
+        return self.deadline - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,18 @@ class FoundGeneration:
         # A plan of depth 0 that never changed was requested; one that changed may have rested its drafters for a while.
         name = router.config.policy if record.plan.depth or record.plan.version > 1 else "off"
         gamma = policy(name, ceilings(router.config), router.warm_start.priors(self.model, self.turn.contract))
-        missing = unsent_parts(self.parts, self.position, self.text_offset)
+        stored = self.turn.deadline
         return OpenedGeneration(
-            self.model, record, self.turn, token_log, self.response, missing, self.position, self.text_offset, gamma
+            self.model,
+            record,
+            self.turn,
+            token_log,
+            self.response,
+            unsent_parts(self.parts, self.position, self.text_offset),
+            self.position,
+            self.text_offset,
+            gamma,
+            deadline=math.inf if stored is None else time.monotonic() + stored - router.clock.now(),
         )
 
 
@@ -129,10 +141,10 @@ class _History:
 
 
 async def begin(
-    router: RouterContext, params: GenerateParams, session: SessionRecord | None, deadline: float | None
+    router: RouterContext, params: GenerateParams, session: SessionRecord | None, deadline: float
 ) -> OpenedGeneration:
     """Begin a new generation, in `session` or in a new session; or return the one that was begun with the same
-    idempotency key.
+    idempotency key. `deadline` is by the monotonic clock, infinity for none.
 
     What is refused leaves nothing in Redis. Raises InvalidRequest and TokenizerMismatch, Unavailable when no verifier
     serves the model, Busy while another generation of the session runs, Overloaded where the tenant keeps too much.
@@ -157,7 +169,8 @@ async def begin(
         if first := await _take_over_started(router, params, history.session_id, history.generation):
             return first
         raise Busy(f"session {history.session_id}: a generation has not ended; resume it, cancel it, or wait")
-    turn = SessionTurn(params.contract, params.stops, len(history.tokens), deadline, params.request_id)
+    stored = None if math.isinf(deadline) else router.clock.now() + deadline - time.monotonic()
+    turn = SessionTurn(params.contract, params.stops, len(history.tokens), stored, params.request_id)
     await _reserve(router, params, history, turn)
     if params.idempotency_key:
         claim = f"{history.session_id}/{history.generation}"
@@ -169,7 +182,7 @@ async def begin(
         if first := await _take_over_started(router, params, *_place(holder)):
             return first
     try:
-        return await _begin(router, params, history, turn)
+        return await _begin(router, params, history, turn, deadline)
     except (Superseded, Conflict):  # another call began, resumed or ended a generation meanwhile
         if first := await _take_over_started(router, params, history.session_id, history.generation):
             return first
@@ -226,7 +239,7 @@ async def find(
     the latest or the position is not in it, Conflict for a position beyond the log.
     """
     record = await open_record(router.sessions, tenant, session_id)
-    turn = _resumable(record, generation)
+    turn = await _resumable(router, record, generation)
     model = router.models.get(record.model)
     if model is None:
         raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
@@ -264,7 +277,7 @@ async def take(router: RouterContext, found: FoundGeneration) -> OpenedGeneratio
     session_id = found.record.session_id
     record = found.record if found.record.finished else await router.sessions.get(session_id)
     _check_same(found.record, record)
-    _resumable(record, record.generation)
+    await _resumable(router, record, record.generation)
     if record.finished and found.record.finished:
         return found.open(router, record, None)
     owned = await router.sessions.acquire(session_id, record.epoch, router.owner())
@@ -290,7 +303,7 @@ async def take(router: RouterContext, found: FoundGeneration) -> OpenedGeneratio
         raise
 
 
-def _resumable(record: SessionRecord, generation: int) -> SessionTurn:
+async def _resumable(router: RouterContext, record: SessionRecord, generation: int) -> SessionTurn:
     """Return the turn of a session's latest generation.
 
     Raises NotFound if there is no generation, or none that can be resumed, and InvalidRequest if `generation` is not
@@ -301,7 +314,7 @@ def _resumable(record: SessionRecord, generation: int) -> SessionTurn:
         raise NotFound(f"session {session_id} has no generation {generation or 1}")
     if generation and generation < record.generation:
         raise InvalidRequest("generation", f"is {generation}, only the latest ({record.generation}) can be resumed")
-    if not record.finished and max(record.lease, record.resumable) < time.time():
+    if not record.finished and await router.sessions.lapsed(session_id):
         raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
     return turn
 
@@ -366,7 +379,7 @@ async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[
 
 
 async def _begin(
-    router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn
+    router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn, deadline: float
 ) -> OpenedGeneration:
     sessions, plan = router.sessions, params.policy.plan()
     if history.expected == 0:
@@ -407,6 +420,7 @@ async def _begin(
         params.policy,
         history.forked_from,
         history.logged,
+        deadline,
     )
 
 

@@ -211,6 +211,9 @@ class Sessions:
     async def runs(self, session_id: str) -> bool:
         return await self.ask("runs", session_id, lambda: self.redis.store.runs(session_id))
 
+    async def lapsed(self, session_id: str) -> bool:
+        return await self.ask("lapsed", session_id, lambda: self.redis.store.lapsed(session_id))
+
     async def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
         return await self.ask("claimed", "", lambda: self.redis.store.claimed(tenant, key, fingerprint))
 

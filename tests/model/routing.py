@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -276,7 +277,8 @@ class Router:
                 background=_Background(self.trouble),
                 admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
                 tiers=TierSwitch(),
-                ticket_signer=TicketSigner(),
+                ticket_signer=TicketSigner(time.time),
+                clock=SimpleNamespace(now=lambda: clock.now),  # type: ignore[arg-type]
                 metrics=RouterMetrics(),
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]

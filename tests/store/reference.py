@@ -150,6 +150,10 @@ class Store:
         session = self.find(session_id)
         return session is not None and session.record.running and session.record.resumable > self.now()
 
+    def lapsed(self, session_id: str) -> bool:
+        session = self.find(session_id)
+        return session is not None and session.record.running and session.record.resumable <= self.now()
+
     def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
         held = self.claims.get((tenant, key))
         if held is None or held[2] <= self.now():

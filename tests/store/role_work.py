@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +20,7 @@ from outrider.store.acl import AclRole
 from outrider.store.adapters import NamedAdapter, NamedAdapters
 from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn
@@ -38,7 +40,7 @@ VERSION = Version(1, "/versions/00001", "ab", "target", "cd", "ef")
 
 async def router(client: Client, admin: Client) -> None:
     await ping(client)
-    await list_key(client, b"k" * 32)
+    await list_key(client, b"k" * 32, time.time())
     await _expired(admin)
     await Registry(client).workers()
     await Keys(client).find((await Keys(admin).add("acme"))[0])
@@ -105,14 +107,16 @@ async def _sessions(client: Client, admin: Client) -> None:
 
 async def verifier(client: Client, admin: Client) -> None:
     await ping(client)
-    await listed_keys(client)
+    await listed_keys(client, time.time)
+    await RedisClock().read(client)
     await Registry(client).announce(VERIFIER, ttl_s=5)
     await Registry(client).withdraw(VERIFIER)
 
 
 async def drafter(client: Client, admin: Client) -> None:
     await ping(client)
-    await listed_keys(client)
+    await listed_keys(client, time.time)
+    await RedisClock().read(client)
     await Registry(client).announce(DRAFTER, ttl_s=5)
     await Registry(client).withdraw(DRAFTER)
     versions = Versions(client, "drafter")

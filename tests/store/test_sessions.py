@@ -1,6 +1,7 @@
 """Sessions in a real server: fenced, idempotent, and read back as they were written."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +70,7 @@ async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(clien
 async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
     await sessions.create("s2", "", "target", b"")
     await sessions.claim("", "key", b"", "s2/1")
-    await list_key(client, b"k" * 32)
+    await list_key(client, b"k" * 32, time.time())
     await _begin(sessions)
     assert sorted([name async for name in sessions.ids()]) == ["s1", "s2"]
 

@@ -30,7 +30,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub, add_TreeSinkServicer_to_server
 from verifier_svc.session import SessionStart, VerifierSession
 
-ROUTER = TicketSigner()
+ROUTER = TicketSigner(time.time)
 ALICE, UNNAMED = "alice-00c0ffee", "drafter-00c0ffee"
 
 
@@ -61,7 +61,7 @@ class Upstream:
             ArrivalPatterns.unknown(),
         )
         self.sessions = {"s": self.session}
-        self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", TicketVerifier(self._keys))
+        self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", TicketVerifier(self._keys, time.time))
         self.servicer.serve(self)
 
     def wake(self) -> None:
