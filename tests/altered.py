@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from outrider.core.session import protocol
+
 OURS = ("outrider", "router", "verifier_svc", "drafter_svc")  # packages that have the other clock
 SERVERS = ("router.server", "verifier_svc.server", "drafter_svc.server")
 
@@ -33,10 +35,10 @@ class Server:
 
 
 @asynccontextmanager
-async def altered(redis_url: str, *arguments: str, skew_s: float = 0.0, protocol: int = 0) -> AsyncIterator[Server]:
+async def altered(redis_url: str, *arguments: str, skew_s: float = 0.0, version: int = 0) -> AsyncIterator[Server]:
     """Yield a server that listens."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.altered", str(skew_s), str(protocol), *arguments, "--listen", "127.0.0.1:0"),
+        *(sys.executable, "-m", "tests.altered", str(skew_s), str(version), *arguments, "--listen", "127.0.0.1:0"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "REDIS_URL": redis_url},
     )
@@ -50,7 +52,9 @@ async def altered(redis_url: str, *arguments: str, skew_s: float = 0.0, protocol
 
 
 def main() -> None:
-    skew_s, _ = float(sys.argv.pop(1)), int(sys.argv.pop(1))
+    skew_s, version = float(sys.argv.pop(1)), int(sys.argv.pop(1))
+    if version:
+        protocol.PROTOCOL, protocol.SPOKEN = version, frozenset({version})  # before anything imports them
     for server in SERVERS:
         importlib.import_module(server)
     skewed = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + skew_s})

@@ -127,6 +127,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     draining=scheduler.draining,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
+                    dtype=config.dtype,
                     arm=str(scheduler.steering.governor.arm),
                     arm_reason=scheduler.steering.governor.reason,
                     prefixes=pack_keys(scheduler.slots.keys()),

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
+from outrider.core.session.protocol import PROTOCOL, Origin
 from outrider.errors import InternalError, Unavailable
 from outrider.store.client import Client, connect, load_object, redis_errors
 from outrider.store.redis_clock import RedisClock
@@ -65,6 +66,13 @@ class Worker:
     arm: str = ""  # how a verifier works with drafters now; see docs/control.md
     arm_reason: str = ""  # why, for people
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
+    dtype: str = ""  # type in which a verifier has its weights
+    protocol: int = PROTOCOL  # that it speaks; 0: an older version, which announces none
+
+    @property
+    def origin(self) -> Origin:
+        """What a text that begins at this verifier depends on."""
+        return Origin(self.protocol, self.weights, self.dtype)
 
 
 _KINDS = get_type_hints(Worker) | {"role": str}
@@ -225,7 +233,7 @@ def _load(blob: bytes, listed_as: Role) -> _WorkerEntry | None:
     try:
         values = load_object(blob, "a worker's entry")
         # A newer worker may send fields unknown here, an older one fewer.
-        known = {field.name: values[field.name] for field in fields(Worker) if field.name in values}
+        known = {"protocol": 0} | {field.name: values[field.name] for field in fields(Worker) if field.name in values}
         worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
         if worker.role not in get_args(Role):
             raise ValueError(f"{worker.role!r} is no role")

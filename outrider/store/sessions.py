@@ -23,6 +23,7 @@ from typing import Any
 
 from outrider.core.session.contract import OFF, Plan
 from outrider.core.session.digest import EMPTY
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
 from outrider.store.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
@@ -362,20 +363,23 @@ class OwnedSession:
         logprobs: bytes = b"",
         plan: Plan | None = None,
         verifier: str | None = None,
+        origin: Origin | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         """Append `tokens` at position `start` and renew the lease; return the durable length.
 
         `digest` is that of the session with these tokens; `logprobs` are equally many bytes for each of them, or none
         at all. Tokens that are durable already are a success if they are the same and a Conflict if not; a gap is a
-        Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier` and `drafters`
-        that are given replace the record's, unless the log has gone beyond these tokens.
+        Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier`, `origin` and
+        `drafters` that are given replace the record's, unless the log has gone beyond these tokens.
         """
         changes: dict[str, str | bytes] = {}
         if plan is not None:
             changes["plan"] = dump_plan(plan)
         if verifier is not None:
             changes["verifier"] = verifier
+        if origin is not None:
+            changes["origin"] = origin.dump()
         if drafters is not None:
             changes["drafters"] = json.dumps(list(drafters))
         bytes_per_token = stride(len(tokens), logprobs)

@@ -38,7 +38,7 @@ from router.sessions.pending_requests import PendingRequest, PendingRequests
 from router.sessions.response import ResponsePart
 from router.sessions.session_open import OpenedGeneration, RouterContext
 
-MAX_INCOMPATIBLE = 64  # incompatible drafters that a model's description names
+MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
 STALE_S = 0.05  # after so long in the queue a session's record is read again
 
 Context = grpc.aio.ServicerContext
@@ -350,8 +350,7 @@ class GenerateServicer(InferenceServicer):
             verifiers=len(verifiers),
             drafters=len(await worker_pool.drafters(model.digest)),
             misfits=[
-                f"{worker.worker_id}: {why.explanation}"
-                for worker, why in worker_pool.incompatible_drafters(model.name)[:MAX_INCOMPATIBLE]
+                f"{worker.worker_id}: {why}" for worker, why in worker_pool.misfits(model.name)[:MAX_INCOMPATIBLE]
             ],
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from outrider.config import RouterConfig
 from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.offload import offload_if_long
 from outrider.rpc.tickets import TicketSigner
@@ -363,10 +364,12 @@ async def open_record(sessions: Sessions, tenant: str, session_id: str) -> Sessi
     return record
 
 
-async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[Worker]:
-    """Return the verifiers that serve a model with the router's tokenizer, best choice first.
+async def matching_verifiers(router: RouterContext, model: ServedModel, origin: Origin | None = None) -> list[Worker]:
+    """Return the verifiers that serve a model with the router's tokenizer, best choice first; with an `origin` those
+    that may go on with a text of it.
 
-    Raises Unavailable when no verifier serves the model, TokenizerMismatch when all of them have another tokenizer.
+    Raises Unavailable when no verifier serves the model or none may go on, TokenizerMismatch when all of them have
+    another tokenizer.
     """
     verifiers = await router.worker_pool.serving(model.name)
     matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
@@ -375,6 +378,15 @@ async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[
             f"the router's tokenizer for model {model.name!r} is not its verifiers' own; "
             "give the router the tokenizer.json of their checkpoint"
         )
+    if origin is not None:
+        equal = [worker for worker in matching if worker.origin == origin]
+        if not equal:
+            there = "; ".join(sorted({f"{worker.origin}" for worker in matching}))
+            raise Unavailable(
+                f"the generation began under {origin}, and the verifiers of model {model.name!r} have {there}, so its "
+                "text might change; start a verifier that has the same, or generate anew"
+            )
+        return equal
     return matching
 
 

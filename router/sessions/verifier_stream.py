@@ -30,12 +30,12 @@ async def open_stream(
     """Yield a stream on the first verifier that has a KV slot: `kv_holder`, which has the session's KV, else the least
     loaded. `contract` is the verifier's; `on_attempt` is called with each stream before it is opened.
 
-    Raises the refusal of one verifier if all refuse: Overloaded if one of them is full, else Unavailable.
+    A text that has begun goes on only at verifiers of its origin. Raises the refusal of one verifier if all refuse:
+    Overloaded if one of them is full, else Unavailable.
     """
     worker_pool = router.worker_pool
-    workers = check_fits(
-        token_log.tokens, opened.turn.contract, await matching_verifiers(router, opened.model), opened.response.start
-    )
+    verifiers = await matching_verifiers(router, opened.model, token_log.origin)
+    workers = check_fits(token_log.tokens, opened.turn.contract, verifiers, opened.response.start)
     refusal: OutriderError | None = None
     for worker in worker_pool.rank_verifiers(
         workers, kv_holder, token_log.tokens, contract.kv_scope(opened.record.tenant)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.core.session.contract import OFF, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded
 from outrider.store.records import SessionLog, SessionRecord, SessionTurn
 
@@ -94,6 +95,7 @@ class Store:
                 turn=turn,
                 plan=plan,
                 verifier=verifier or record.verifier,
+                origin=None,
                 drafters=(),
                 usage="",
                 epoch=expected + 1,
@@ -210,6 +212,7 @@ class Owned:
         logprobs: bytes = b"",
         plan: Plan | None = None,
         verifier: str | None = None,
+        origin: Origin | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         session = self._owned(start)
@@ -224,6 +227,7 @@ class Owned:
                 session.record,
                 plan=session.record.plan if plan is None else plan,
                 verifier=session.record.verifier if verifier is None else verifier,
+                origin=session.record.origin if origin is None else origin,
                 drafters=session.record.drafters if drafters is None else tuple(drafters),
             )
         if stop > length:
