@@ -35,7 +35,7 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
         response=SimpleNamespace(start=2, digest=0),
         left_s=1.0,
     )
-    token_log: Any = SimpleNamespace(tokens=[1, 2], epoch=1)
+    token_log: Any = SimpleNamespace(tokens=[1, 2], epoch=1, origin=None)
     async with announced(FakeVerifier([1]), registry, MODEL.digest):
         (worker,) = await worker_pool.verifiers(MODEL.name)
         await worker_pool.channel(worker).close()
