@@ -20,9 +20,11 @@ from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
 from outrider.store.client import connect
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import keep_announced
 from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions
+from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server
@@ -38,9 +40,10 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     check_settings(config)
     tls = Tls.read(config.ca, config.cert, config.key)
     worker_id = new_drafter_id(tls.cert if tls is not None else None)
-    redis = connect(redis_url)
+    redis, clock = connect(redis_url), RedisClock()
+    register_metric("outrider.clock.skew", clock.skew_s)
     if config.drafts == "model":
-        ticket_verifier = TicketVerifier(partial(listed_keys, redis))
+        ticket_verifier = TicketVerifier(partial(listed_keys, redis, clock.now), clock.now)
         servicer = await asyncio.to_thread(
             run_in_short_lived_thread, partial(with_model, config, worker_id, ticket_verifier, group)
         )
@@ -82,7 +85,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                     tasks.keep_running("learning", hot_reload(config, servicer.capacity, scheduler, versions).run)
                 describe = partial(servicer.describe, address)
                 tasks.keep_running(
-                    "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed)
+                    "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed, clock)
                 )
                 announce(address)
                 await asyncio.Event().wait()  # until cancelled; drafting goes on until the server has drained

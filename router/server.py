@@ -20,6 +20,7 @@ from outrider.store.acceptance_priors import share
 from outrider.store.adapters import NamedAdapters
 from outrider.store.client import connect
 from outrider.store.keys import Keys
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Registry
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
@@ -74,7 +75,7 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
 async def _serve(
     config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
 ) -> None:
-    client = connect(redis_url)
+    client, clock = connect(redis_url), RedisClock()
     tls = Tls.read(config.ca, config.cert, config.key)
     if config.auth == "keys" and tls is None and not is_loopback(config.listen.rpartition(":")[0]):
         log.warning(
@@ -96,7 +97,8 @@ async def _serve(
         background=background,
         admission=admission,
         tiers=TierSwitch(measured=config.tiers == "measured"),
-        ticket_signer=TicketSigner(),
+        ticket_signer=TicketSigner(clock.now),
+        clock=clock,
         warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
         sample_writer=SampleWriter(client, config.teaches),
         storage=TenantStorage(
@@ -108,12 +110,13 @@ async def _serve(
         ),
     )
     service = GenerateServicer(router)
-    authenticator = ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()
+    authenticator = ApiKeyAuthenticator(Keys(client, clock)) if config.auth == "keys" else NoAuthentication()
 
     register_metric("outrider.requests.running", lambda: len(service.running))
     register_metric("outrider.queue.depth", admission.depths)
     register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
     register_metric("outrider.workers", worker_pool.counts)
+    register_metric("outrider.clock.skew", clock.skew_s)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_InferenceServicer_to_server(service, server)
@@ -121,7 +124,8 @@ async def _serve(
 
     try:
         public_key = router.ticket_signer.public_key
-        await list_key(client, public_key)  # before the first ticket, for drafts from the first session on
+        await clock.read(client)
+        await list_key(client, public_key, clock.now())  # before the first ticket, for drafts from the first session on
         trees = TreeView(service.steps.steps, lambda: tuple(service.running.values()))
         shown = pages(router, lambda: tuple(service.running.values()), trees)
         with exporting_telemetry("router", router.router_id, config.metrics, shown):
@@ -146,7 +150,7 @@ async def _serve(
                 ) as address,
             ):
                 tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
-                tasks.keep_running("ticket key", partial(keep_key_listed, client, public_key))
+                tasks.keep_running("ticket key", partial(keep_key_listed, client, public_key, clock))
                 tasks.keep_running("storage", partial(keep_measured, router.storage))
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)

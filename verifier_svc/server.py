@@ -34,6 +34,7 @@ from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
 from outrider.store.client import connect
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Worker, keep_announced
 from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
@@ -69,8 +70,9 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     head_proposer = await asyncio.to_thread(run_in_short_lived_thread, partial(make_head_proposer, config, engine))
     feature_fuser = await asyncio.to_thread(run_in_short_lived_thread, partial(make_feature_fuser, config, engine))
     weights = await asyncio.to_thread(_weights, config)
-    redis = connect(redis_url)
-    ticket_verifier = TicketVerifier(partial(listed_keys, redis))
+    redis, clock = connect(redis_url), RedisClock()
+    register_metric("outrider.clock.skew", clock.skew_s)
+    ticket_verifier = TicketVerifier(partial(listed_keys, redis, clock.now), clock.now)
     stream_servicer = DraftStreamServicer(
         worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest, config.trusted_drafters
     )
@@ -130,6 +132,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     draining=scheduler.draining,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
+                    dtype=config.dtype,
                     arm=str(scheduler.steering.governor.arm),
                     arm_reason=scheduler.steering.governor.reason,
                     prefixes=pack_keys(scheduler.slots.keys()),
@@ -139,7 +142,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
             tasks.run_required("step loop", scheduler.run)
             tasks.keep_running("ticket keys", stream_servicer.read_ticket_keys)
             tasks.keep_running(
-                "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed)
+                "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed, clock)
             )
             announce(address)
             await asyncio.Event().wait()  # until cancelled; steps go on until the server has drained

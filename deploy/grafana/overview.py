@@ -148,6 +148,12 @@ _FAULTS = Row(
             rates("outrider_loop_stalls_total", "instance"),
         ),
         Panel(
+            "Clocks",
+            "By how much a server's clock is ahead of Redis'. More than a second is an error of a machine.",
+            "s",
+            levels("outrider_clock_skew_seconds"),
+        ),
+        Panel(
             "Tasks that failed",
             "Long-lived tasks that ended by themselves, by name, and were started again. There should be none.",
             "ops",

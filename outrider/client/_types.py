@@ -230,5 +230,5 @@ class Model:
     tokenizer_digest: bytes
     verifiers: int
     drafters: int
-    misfits: tuple[str, ...] = ()  # drafters that cannot draft for it, each with the reason
+    misfits: tuple[str, ...] = ()  # workers that are of no use to it, each with the reason
     adapters: tuple[ModelAdapter, ...] = ()  # that requests may name, by name

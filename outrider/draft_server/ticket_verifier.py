@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from outrider.errors import Forbidden, Unavailable
@@ -22,16 +21,18 @@ class TicketVerifier:
     A key counts until the time that was listed with it, also while Redis is away and after Redis has lost it.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Mapping[bytes, float]]]) -> None:
-        """`read` returns the listed keys, each with the time until which it counts, in seconds since 1970."""
+    def __init__(self, read: Callable[[], Awaitable[Mapping[bytes, float]]], now: Callable[[], float]) -> None:
+        """`read` returns the listed keys, each with the time until which it counts, in seconds since 1970; `now` the
+        time by the same clock: Redis'."""
         self._read = read
+        self._now = now
         self._keys: dict[bytes, float] = {}
         self._readings = 0  # readings that have begun
         self._wanted = asyncio.Event()
 
     def check(self, ticket: bytes, permit: Permit) -> None:
         """Raises Forbidden unless the ticket grants this permit."""
-        check_ticket(self._trusts, ticket, permit)
+        check_ticket(self._trusts, ticket, permit, self._now)
 
     def request_reading(self, ticket: bytes) -> int | None:
         """Have the keys read again if the ticket's key is not known. Return the number of that reading; None: the
@@ -62,10 +63,10 @@ class TicketVerifier:
                 if reachable:
                     log.warning("the routers' ticket keys cannot be read: %s", error)
                 reachable = False
-            now = time.time()
+            now = self._now()
             self._keys = {key: until for key, until in (self._keys | dict(listed)).items() if until > now}
             on_read(number)
             await asyncio.sleep(MIN_READ_S)
 
     def _trusts(self, key: bytes) -> bool:
-        return self._keys.get(key, 0.0) > time.time()
+        return self._keys.get(key, 0.0) > self._now()

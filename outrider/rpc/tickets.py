@@ -6,7 +6,6 @@ alone, so neither they nor the drafters that carry tickets can make one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +34,9 @@ class Permit:
 class TicketSigner:
     """A new key pair. Its private key never leaves this object."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` returns the time, in seconds since 1970, by the clock that upstreams check tickets by: Redis'."""
+        self._now = now
         self._private_key = Ed25519PrivateKey.generate()
         self.public_key = self._private_key.public_key().public_bytes_raw()
 
@@ -47,7 +48,7 @@ class TicketSigner:
             drafter_id=permit.drafter_id,
             upstream_id=permit.upstream_id,
             epoch=permit.epoch,
-            expires_ms=round((time.time() + valid_s) * 1000),
+            expires_ms=round((self._now() + valid_s) * 1000),
         ).SerializeToString()
         return types_pb2.SignedTicket(
             ticket=ticket, public_key=self.public_key, signature=self._private_key.sign(ticket)
@@ -59,9 +60,9 @@ def key_of(blob: bytes) -> bytes:
     return _parse(blob).public_key
 
 
-def check(trusts: Callable[[bytes], bool], blob: bytes, permit: Permit) -> None:
+def check(trusts: Callable[[bytes], bool], blob: bytes, permit: Permit, now: Callable[[], float]) -> None:
     """Raises Forbidden unless `blob` is a ticket for exactly this permit, has not expired, and is signed by a router's
-    key. `trusts`: whether a public key is a router's."""
+    key. `trusts`: whether a public key is a router's; `now`: as for `TicketSigner`."""
     signed = _parse(blob)
     if not trusts(signed.public_key):
         raise Forbidden("forged ticket: its key is no router's; the router and this upstream must use one Redis")
@@ -75,7 +76,7 @@ def check(trusts: Callable[[bytes], bool], blob: bytes, permit: Permit) -> None:
     granted = Permit(ticket.session_id, ticket.tenant, ticket.drafter_id, ticket.upstream_id, ticket.epoch)
     if granted != permit:
         raise Forbidden("foreign ticket: it is for another session, tenant, drafter, upstream or epoch")
-    if ticket.expires_ms < time.time() * 1000:
+    if ticket.expires_ms < now() * 1000:
         raise Forbidden("expired ticket: the router gives a fresh one with its next Attach")
 
 

@@ -40,6 +40,7 @@ _SESSIONS = Grant(
 )
 _SCRIPTS = Grant("", "script|load scan time")
 _TICKET_KEYS = Grant("R~outrider:{tickets}:keys", "zrevrange")
+_TIME = Grant("", "time")  # by its clock moments count that servers compare
 _ANNOUNCE = "set sadd del srem"
 
 GRANTS: dict[AclRole, tuple[Grant, ...]] = {
@@ -53,8 +54,8 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("R~outrider:{keys}", "hget"),
         Grant("RW~outrider:{adapters}*", "hget hgetall hlen hset hdel"),
         Grant(
-            "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes",
-            "evalsha hget hset hincrby hdel zadd zrem zcard zrangebyscore pexpire",
+            "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes RW~outrider:{usage:*}:claims",
+            "evalsha hget hset hincrby hdel zadd zrem zcard zscore zrangebyscore zremrangebyscore pexpire",
         ),
         Grant("RW~outrider:{acceptance}:*", "get set"),
         Grant("W~outrider:{examples}:*", "xadd xtrim expire"),
@@ -65,10 +66,12 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
     "verifier": (
         Grant("W~outrider:{workers}:id:* W~outrider:{workers}:ids", _ANNOUNCE),
         _TICKET_KEYS,
+        _TIME,
     ),
     "drafter": (
         Grant("W~outrider:{workers}:drafter-id:* W~outrider:{workers}:drafter-ids", _ANNOUNCE),
         _TICKET_KEYS,
+        _TIME,
         Grant("R~outrider:{versions}:*", "hgetall"),
         Grant("RW~outrider:{verdicts}:*", "hgetall hsetnx expire"),
     ),
@@ -78,7 +81,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("R~outrider:{workers}:*", "smembers mget"),
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),
     ),
-    "keys": (Grant("RW~outrider:{keys}", "hset hget hgetall hdel"),),  # `outrider keys`
+    "keys": (Grant("RW~outrider:{keys}", "hset hget hgetall hdel"), _TIME),  # `outrider keys`
 }
 
 

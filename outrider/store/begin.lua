@@ -27,6 +27,7 @@ local fields = {
   generation = state.generation + 1,
   turn = turn,
   plan = plan,
+  origin = "",
   drafters = "[]",
   usage = "",
   finished = "",

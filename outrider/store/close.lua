@@ -14,7 +14,7 @@ set({
   finished = state.running and ARGV[FIRST + 2] or state.finished,
   closed = "1",
 })
-redis.call("HDEL", RECORD, "turn", "plan", "usage", "verifier", "drafters")
+redis.call("HDEL", RECORD, "turn", "plan", "usage", "verifier", "origin", "drafters")
 redis.call("DEL", LOG)
 redis.call("PEXPIRE", RECORD, ARGV[FIRST])
 return { "ok" }

@@ -21,6 +21,7 @@ from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InvalidRequest, NotFound, Unauthenticated
 from outrider.store.client import Client, decoding, load_object, redis_errors
 from outrider.store.names import check_name
+from outrider.store.redis_clock import RedisClock
 
 PREFIX = "outrider_"  # lets scanners for secrets recognize a key
 KEY_BYTES = 32
@@ -39,19 +40,20 @@ class ApiKey:
     key_id: str  # the first characters of its hash
     tenant: str
     name: str
-    created: float  # seconds since the epoch
-    expires: float | None  # Unix time in seconds; None: does not expire
+    created: float  # seconds since 1970, by Redis' clock, as all times here
+    expires: float | None  # None: does not expire
 
-    @property
-    def expired(self) -> bool:
+    def expired(self, now: float) -> bool:
         """Whether the key has expired."""
-        return self.expires is not None and self.expires <= time.time()
+        return self.expires is not None and self.expires <= now
 
 
 class Keys:
     """All API keys. Methods raise Unavailable when Redis cannot be used."""
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: Client, clock: RedisClock | None = None) -> None:
+        """`clock`: which somebody else reads; None: one that `add` and `listed` read."""
+        self.clock = clock or RedisClock()
         self._redis = redis
         self._known: dict[str, tuple[ApiKey, float]] = {}  # by hash: the key, and the end of its cache entry
         self._lookups = ConcurrencyLimit("too many unknown keys are looked up now; try again", MAX_LOOKUPS)
@@ -64,7 +66,8 @@ class Keys:
         check_name("tenant", tenant)
         if valid_s is not None and not valid_s > 0:
             raise InvalidRequest("expires", "must lie in the future")
-        secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), time.time()
+        await self.clock.read(self._redis)
+        secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), self.clock.now()
         digest = _digest(secret)
         key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s)
         with redis_errors(self._redis):
@@ -73,6 +76,7 @@ class Keys:
 
     async def listed(self) -> list[ApiKey]:
         """Return all keys, expired ones too, by tenant and age."""
+        await self.clock.read(self._redis)
         return sorted((key for _, key in await self._all()), key=lambda key: (key.tenant, key.created))
 
     async def revoke(self, key_id: str) -> ApiKey:
@@ -94,7 +98,7 @@ class Keys:
                 blob: Any = await self._redis.hget(_KEYS, digest)
             key = None if blob is None else _load(blob)
             self._remember(digest, key)
-        if key is None or key.expired:
+        if key is None or key.expired(self.clock.now()):
             raise Unauthenticated("this API key is unknown, expired or revoked; `outrider keys add` makes another one")
         return key
 

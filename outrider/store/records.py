@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.core.session.contract import OFF, Adapter, Contract, Grammar, Plan
 from outrider.core.session.digest import EMPTY
+from outrider.core.session.protocol import Origin
 from outrider.errors import InternalError
 from outrider.store.client import decoding, load_object
 
@@ -23,7 +24,7 @@ class SessionTurn:
     contract: Contract
     stops: tuple[str, ...]  # stop strings
     answer_position: int  # position of the response's first token
-    deadline: float | None  # absolute, in seconds since 1970; None: no deadline
+    deadline: float | None  # in seconds since 1970, by Redis' clock; None: no deadline
     request: str = ""  # name of the request, if it came with an idempotency key
 
 
@@ -39,6 +40,7 @@ class SessionRecord:
     turn: SessionTurn | None = None  # of the latest generation
     plan: Plan = OFF
     verifier: str = ""  # worker id of the verifier that has the session's KV
+    origin: Origin | None = None  # of the latest generation's text; None: no token of it is durable yet
     drafters: tuple[str, ...] = ()  # worker ids
     usage: str = ""  # the router's text, written by the latest release or finish of this generation
     epoch: int = 0
@@ -127,6 +129,7 @@ def dump(record: SessionRecord) -> dict[str, str | bytes]:
         "turn": dump_turn(record.turn),
         "plan": dump_plan(record.plan),
         "verifier": record.verifier,
+        "origin": record.origin.dump() if record.origin else "",
         "drafters": json.dumps(record.drafters),
         "usage": record.usage,
         "epoch": str(record.epoch),
@@ -158,6 +161,7 @@ def _load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
         turn=load_turn(fields.get("turn", b"")),
         plan=Plan(**load_object(plan, "a session's plan")) if plan else OFF,
         verifier=fields.get("verifier", b"").decode(),
+        origin=Origin.load(fields.get("origin", b"").decode()),
         drafters=tuple(map(str, json.loads(fields.get("drafters", b"[]")))),
         usage=fields.get("usage", b"").decode(),
         epoch=int(fields["epoch"]),

@@ -22,8 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
+from outrider.core.session.protocol import PROTOCOL, Origin
 from outrider.errors import InternalError, Unavailable
 from outrider.store.client import Client, connect, load_object, redis_errors
+from outrider.store.redis_clock import RedisClock
 
 TOP = -1  # the tier above all drafters: the verifiers
 Role = Literal["verifier", "drafter"]
@@ -65,6 +67,13 @@ class Worker:
     arm_reason: str = ""  # why, for people
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
+    dtype: str = ""  # type in which a verifier has its weights
+    protocol: int = PROTOCOL  # that it speaks; 0: an older version, which announces none
+
+    @property
+    def origin(self) -> Origin:
+        """What a text that begins at this verifier depends on."""
+        return Origin(self.protocol, self.weights, self.dtype)
 
     def lets_draw(self, drafter_id: str) -> bool:
         """Whether a verifier takes a drafter under a rule that draws from q."""
@@ -148,9 +157,14 @@ class Registry:
 
 
 async def keep_announced(
-    redis_url: str, describe: Callable[[], Worker], interval_s: float, changed: asyncio.Event | None = None
+    redis_url: str,
+    describe: Callable[[], Worker],
+    interval_s: float,
+    changed: asyncio.Event | None = None,
+    clock: RedisClock | None = None,
 ) -> None:
     """Announce `describe()` every `interval_s` seconds, and when `changed` is set, until cancelled; then withdraw it.
+    Each heartbeat also reads `clock`.
 
     The entry expires after three intervals without a heartbeat. An outage of Redis is logged once; the next heartbeat
     tries again. Raises ConfigError for a malformed URL.
@@ -163,7 +177,10 @@ async def keep_announced(
     try:
         while True:
             try:
-                await registry.announce(replace(describe(), cores=ran.lately()), _MISSED_HEARTBEATS * interval_s)
+                await asyncio.gather(
+                    registry.announce(replace(describe(), cores=ran.lately()), _MISSED_HEARTBEATS * interval_s),
+                    _read_clock(client, clock),
+                )
                 if not reachable:
                     log.info("announced again")
                 reachable = True
@@ -197,6 +214,15 @@ class ProcessorShare:
         return self._latest
 
 
+async def _read_clock(client: Client, clock: RedisClock | None) -> None:
+    """Read Redis' clock. A worker whose user in Redis may not is announced all the same, and has its own clock."""
+    if clock is not None:
+        try:
+            await clock.read(client)
+        except Unavailable as error:
+            log.debug("Redis' time is not known: %s", error)
+
+
 async def _withdraw(registry: Registry, worker: Worker) -> None:
     try:
         await registry.withdraw(worker)
@@ -212,7 +238,7 @@ def _load(blob: bytes, listed_as: Role) -> _WorkerEntry | None:
     try:
         values = load_object(blob, "a worker's entry")
         # A newer worker may send fields unknown here, an older one fewer.
-        known = {field.name: values[field.name] for field in fields(Worker) if field.name in values}
+        known = {"protocol": 0} | {field.name: values[field.name] for field in fields(Worker) if field.name in values}
         worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
         if worker.role not in get_args(Role):
             raise ValueError(f"{worker.role!r} is no role")

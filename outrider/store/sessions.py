@@ -23,6 +23,7 @@ from typing import Any
 
 from outrider.core.session.contract import OFF, Plan
 from outrider.core.session.digest import EMPTY
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
 from outrider.store.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
@@ -43,7 +44,16 @@ from outrider.store.records import (
     unpack,
 )
 
-__all__ = ["ABANDONED", "CANCELLED", "OwnedSession", "SessionLog", "SessionRecord", "SessionTurn", "Sessions"]
+__all__ = [
+    "ABANDONED",
+    "CANCELLED",
+    "OwnedSession",
+    "SessionLog",
+    "SessionRecord",
+    "SessionTurn",
+    "Sessions",
+    "claim_name",
+]
 
 ABANDONED = "abandoned"  # the owner was gone and the generation was not resumed in time
 CANCELLED = "cancelled"
@@ -208,31 +218,45 @@ class Sessions:
         """
         return await self._check_lease(lease, ABANDONED)
 
+    async def runs(self, session_id: str) -> bool:
+        """Whether a session has a generation that has not ended and can still be resumed, by Redis' clock."""
+        left_behind, end_ms = await self._run("abandon", session_id, "")
+        return bool(end_ms) and not left_behind
+
+    async def lapsed(self, session_id: str) -> bool:
+        """Whether a session has a generation that has not ended and can be resumed no more, by Redis' clock."""
+        left_behind, _ = await self._run("abandon", session_id, "")
+        return bool(left_behind)
+
     async def list_lease(self, session_id: str) -> None:
         """Add a generation that has not ended to the index of leases, unless it is there."""
         _, end_ms = await self._run("abandon", session_id, "")
         if end_ms:
             await self.leases.add_missing(session_id, end_ms)
 
-    async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
-        """Claim a tenant's idempotency key for a session; return the session that holds it, this one or an earlier one.
+    async def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
+        """Return the session that holds a tenant's idempotency key; "" if none does.
 
         `fingerprint` identifies the request. Raises InvalidRequest when the key came with another request before.
         """
-        secret = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()  # the key itself is not stored
-        name = f"outrider:idempotency:{secret}"
+        with redis_errors(self._redis):
+            blob: Any = await self._redis.get(f"outrider:idempotency:{claim_name(tenant, key)}")
+        return "" if blob is None else _claimant(blob, fingerprint)
+
+    async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+        """Claim a tenant's idempotency key for a session; return the session that holds it, this one or an earlier one.
+
+        Raises as `claimed`.
+        """
+        name = f"outrider:idempotency:{claim_name(tenant, key)}"
         claim = json.dumps({"session_id": session_id, "fingerprint": fingerprint.hex()})
         blob: Any = None
         with redis_errors(self._redis):
             while blob is None:  # the key may expire between the two commands
-                await self._redis.set(name, claim, nx=True, px=self._ttl_ms)
+                if await self._redis.set(name, claim, nx=True, px=self._ttl_ms):
+                    return session_id
                 blob = await self._redis.get(name)
-        earlier = load_object(blob, what := "an idempotency key's entry")
-        with decoding(what):
-            holder, held_fingerprint = str(earlier["session_id"]), earlier["fingerprint"]
-        if held_fingerprint != fingerprint.hex():
-            raise InvalidRequest("idempotency_key", "came with another request before; use a new key for a new request")
-        return holder
+        return _claimant(blob, fingerprint)
 
     async def _restore(
         self, owned: OwnedSession, record: SessionRecord, tokens: Sequence[int], logprobs: bytes
@@ -339,20 +363,23 @@ class OwnedSession:
         logprobs: bytes = b"",
         plan: Plan | None = None,
         verifier: str | None = None,
+        origin: Origin | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         """Append `tokens` at position `start` and renew the lease; return the durable length.
 
         `digest` is that of the session with these tokens; `logprobs` are equally many bytes for each of them, or none
         at all. Tokens that are durable already are a success if they are the same and a Conflict if not; a gap is a
-        Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier` and `drafters`
-        that are given replace the record's, unless the log has gone beyond these tokens.
+        Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier`, `origin` and
+        `drafters` that are given replace the record's, unless the log has gone beyond these tokens.
         """
         changes: dict[str, str | bytes] = {}
         if plan is not None:
             changes["plan"] = dump_plan(plan)
         if verifier is not None:
             changes["verifier"] = verifier
+        if origin is not None:
+            changes["origin"] = origin.dump()
         if drafters is not None:
             changes["drafters"] = json.dumps(list(drafters))
         bytes_per_token = stride(len(tokens), logprobs)
@@ -406,6 +433,21 @@ class OwnedSession:
 
 class _SessionChanged(Conflict):
     """The session was written between a read and a compare-and-set."""
+
+
+def claim_name(tenant: str, key: str) -> str:
+    """Return the name under which a tenant's idempotency key is claimed. The key itself is not stored."""
+    return hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()
+
+
+def _claimant(blob: bytes, fingerprint: bytes) -> str:
+    """Return the session that a claim is for. Raises InvalidRequest if it came with another request."""
+    claim = load_object(blob, what := "an idempotency key's entry")
+    with decoding(what):
+        session_id, claimed_by = str(claim["session_id"]), claim["fingerprint"]
+    if claimed_by != fingerprint.hex():
+        raise InvalidRequest("idempotency_key", "came with another request before; use a new key for a new request")
+    return session_id
 
 
 def _source(script: str) -> str:

@@ -2,6 +2,7 @@
 
     outrider:{usage:H}:ends    sorted set: the tenant's sessions, by when they expire
     outrider:{usage:H}:bytes   hash: what each takes
+    outrider:{usage:H}:claims  sorted set: the idempotency keys that its requests hold, by when they expire
 
 A generation is counted before it begins, with all that it may write, and again when it has ended, with what it wrote:
 the path of a commit does nothing for it. A generation that runs for longer than `session_ttl_s` is not counted in
@@ -11,30 +12,41 @@ between.
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import RedisCluster
 
 from outrider.core.sampling.logprobs import stride
-from outrider.core.session.contract import Contract
 from outrider.errors import Overloaded
 from outrider.store.client import Client, redis_errors
+from outrider.store.records import SessionTurn
 
 SESSION_BYTES = 2048  # of a session's record and the keys of its log
 TOKEN_BYTES = 4  # of a token of a prompt
 ANSWER_TOKEN_BYTES = 40  # of a token of an answer, where each is an entry of the log
+CLAIM_BYTES = 512  # of the claim of an idempotency key, and of what counts it
 FULL = 0.9  # share of Redis' memory from which on no session begins
 SHARE = 0.5  # share of Redis' memory that one tenant may take, unless the configuration has it otherwise
 RETRY_S = 5.0
 
 
-def generation_bytes(prompt_tokens: int, contract: Contract, answer_tokens: int | None = None) -> int:
+def generation_bytes(prompt_tokens: int, turn: SessionTurn, answer_tokens: int | None = None) -> int:
     """Return what a generation takes in Redis, roughly; without `answer_tokens`, with all that it may write."""
+    contract = turn.contract
     answer = contract.max_tokens if answer_tokens is None else answer_tokens
     logprobs = 0 if contract.logprobs is None else stride(contract.logprobs)
-    grammar = 0 if contract.grammar is None else len(contract.grammar.text)
-    return SESSION_BYTES + grammar + TOKEN_BYTES * prompt_tokens + (ANSWER_TOKEN_BYTES + logprobs) * answer
+    callers = (  # what a caller may make as long as he likes, as the record has it
+        turn.stops,
+        contract.stop_ids,
+        contract.logit_bias,
+        contract.allowed_ids,
+        contract.banned_ids,
+        contract.grammar and contract.grammar.text,
+    )
+    terms = len(json.dumps(callers))
+    return SESSION_BYTES + terms + TOKEN_BYTES * prompt_tokens + (ANSWER_TOKEN_BYTES + logprobs) * answer
 
 
 class TenantStorage:
@@ -66,8 +78,12 @@ class TenantStorage:
         """Whether there is anything to count for."""
         return bool(self._sessions or self._most_bytes)
 
-    async def reserve(self, tenant: str, session_id: str, generation: int, size: int, *, new: bool) -> None:
-        """Count a generation that is about to begin; 0 is a session without one. `new`: its session is new.
+    async def reserve(
+        self, tenant: str, session_id: str, generation: int, size: int, *, new: bool, claim: str = ""
+    ) -> None:
+        """Count a generation that is about to begin; 0 is a session without one. `new`: its session is new. `claim`:
+        name of the idempotency key that its request is about to claim, which counts as long as it is held, also when
+        the session is closed.
 
         Raises Overloaded where the tenant would have too much, or where Redis is almost full and the session is new:
         what runs can go on then.
@@ -81,7 +97,7 @@ class TenantStorage:
         if not self.bounded:
             return
         most = [self._sessions or "", self._most_bytes or ""]
-        what, count = await self._run(tenant, session_id, generation, size, *most)
+        what, count = await self._run(tenant, session_id, generation, size, *most, claim)
         if what == b"sessions":
             raise Overloaded(
                 f"this tenant has {count} sessions (tenant_stored_sessions); close some, or wait until some expire",
@@ -96,12 +112,12 @@ class TenantStorage:
 
     async def settle(self, tenant: str, session_id: str, generation: int, size: int) -> None:
         """Count a generation that has ended, with what it has written."""
-        await self._run(tenant, session_id, generation, size, "", "")
+        await self._run(tenant, session_id, generation, size, "", "", "")
 
     async def forget(self, tenant: str, session_id: str) -> None:
         """Drop a session that was closed."""
         if self.bounded:
-            await self._run(tenant, session_id, 0, "", "", "")
+            await self._run(tenant, session_id, 0, "", "", "", "")
 
     @property
     def _most_bytes(self) -> int | None:
@@ -109,11 +125,12 @@ class TenantStorage:
         return self._size if self._size is not None else round(SHARE * self._room) or None
 
     async def _run(
-        self, tenant: str, session_id: str, generation: int, size: int | str, *most: int | str
+        self, tenant: str, session_id: str, generation: int, size: int | str, *bounds_and_claim: int | str
     ) -> tuple[bytes, int]:
         tag = f"outrider:{{usage:{hashlib.sha256(tenant.encode()).hexdigest()[:32]}}}"
         with redis_errors(self._redis):
             what, count = await self._script(
-                keys=[f"{tag}:ends", f"{tag}:bytes"], args=[session_id, generation, size, self._ttl_ms, *most]
+                keys=[f"{tag}:ends", f"{tag}:bytes", f"{tag}:claims"],
+                args=[session_id, generation, size, self._ttl_ms, *bounds_and_claim, CLAIM_BYTES],
             )
         return what, int(count)

@@ -8,7 +8,6 @@ Bounded in number and in age; no sample names its tenant. Losing the buffer cost
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +33,14 @@ class TrainingSampleStore:
 
     async def add(self, samples: Sequence[TrainingSample]) -> None:
         """Add samples; the oldest ones are dropped."""
-        oldest = f"{int((time.time() - KEPT_S) * 1000)}-0"
+        added: Any = b"0-0"  # an id begins with the time of Redis' clock, in milliseconds
         with redis_errors(self._redis):
             for sample in samples:  # not as a pipeline: its errors quote the commands, and so texts
-                await self._redis.xadd(self._key, {_FIELD: sample.pack()}, maxlen=self._max_samples, approximate=True)
-            await self._redis.xtrim(self._key, minid=oldest, approximate=False)
+                added = await self._redis.xadd(
+                    self._key, {_FIELD: sample.pack()}, maxlen=self._max_samples, approximate=True
+                )
+            oldest = max(0, int(added.partition(b"-")[0]) - KEPT_S * 1000)
+            await self._redis.xtrim(self._key, minid=f"{oldest}-0", approximate=False)
             await self._redis.expire(self._key, KEPT_S)
 
     async def after(self, position: str, limit: int = 64, *, until: str = "+") -> tuple[list[TrainingSample], str]:

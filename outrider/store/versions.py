@@ -15,6 +15,9 @@ does so in time, the drafter withdraws it.
 from __future__ import annotations
 
 import json
+import logging
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +29,10 @@ KEPT_S = 30 * 24 * 3600  # how long versions are kept after the latest one
 
 _KEY = "outrider:{versions}:"
 _VERDICTS = "outrider:{verdicts}:"
+_VERDICT = re.compile(r"(doubted|cleared|withdrawn):([1-9][0-9]{0,17})")  # a field
+_MAX_FOREIGN = 10**9  # a withdrawal alone takes no number above this, so that later ones still have their verdicts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class PublishedVersions:
     @property
     def latest(self) -> int:
         """The highest number so far; 0: none."""
-        return max([0, *self.versions, *self.withdrawn])
+        return max([0, *self.versions, *(number for number in self.withdrawn if number < _MAX_FOREIGN)])
 
     @property
     def known(self) -> bool:
@@ -77,17 +84,24 @@ class Versions:
         self._redis = redis
         self._key = _KEY + drafter
         self._verdicts = _VERDICTS + drafter
+        self._skipped: set[bytes] = set()  # fields that are no verdicts, as last read
 
     async def read(self) -> PublishedVersions:
-        """Return the known versions. Raises InternalError for malformed fields."""
+        """Return the known versions. Raises InternalError for a malformed version; malformed verdicts, which any
+        drafter may write, are skipped and logged."""
         with redis_errors(self._redis):
             versions: Any = await self._redis.hgetall(self._key)
             verdicts: Any = await self._redis.hgetall(self._verdicts)
         found: dict[str, dict[int, Any]] = {"doubted": {}, "cleared": {}, "withdrawn": {}}
+        skipped = set[bytes]()
         for name, blob in verdicts.items():
-            with decoding(self._verdicts):  # a version here is malformed
-                kind, _, number = name.decode().partition(":")
-                found[kind][int(number)] = blob.decode(errors="replace")
+            if verdict := _VERDICT.fullmatch(name.decode(errors="replace")):
+                found[verdict[1]][int(verdict[2])] = blob.decode(errors="replace")
+            else:
+                skipped.add(name)
+        if skipped - self._skipped:
+            log.warning("skipped fields of %s that are no verdicts: %s", self._verdicts, reprlib.repr(skipped))
+        self._skipped = skipped
         found["version"] = {}
         for name, blob in versions.items():
             with decoding(self._key):

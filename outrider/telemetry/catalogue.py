@@ -252,6 +252,13 @@ METRICS = (
         "Unix time at which the server's certificate expires; 0 without TLS.",
     ),
     Metric(
+        "outrider.clock.skew",
+        "gauge",
+        "s",
+        _RPC_SERVERS,
+        "Seconds by which the server's clock is ahead of Redis'; negative: behind.",
+    ),
+    Metric(
         "outrider.tasks.failed", "counter", "{task}", _RPC_SERVERS, "Unexpected ends of long-lived tasks.", ("task",)
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -37,7 +38,7 @@ from router.sessions.pending_requests import PendingRequest, PendingRequests
 from router.sessions.response import ResponsePart
 from router.sessions.session_open import OpenedGeneration, RouterContext
 
-MAX_INCOMPATIBLE = 64  # incompatible drafters that a model's description names
+MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
 STALE_S = 0.05  # after so long in the queue a session's record is read again
 
 Context = grpc.aio.ServicerContext
@@ -65,7 +66,7 @@ class GenerateServicer(InferenceServicer):
             arrived = time.monotonic()
             tenant = caller_tenant()
             remaining = context.time_remaining()
-            deadline = None if remaining is None else time.time() + remaining
+            deadline = math.inf if remaining is None else arrived + remaining
             session = await self._find_session(tenant, request.session_id)
             requested = await self._router.adapters.resolve(tenant, request.model)
             params = parse(
@@ -333,7 +334,7 @@ class GenerateServicer(InferenceServicer):
         if opened.token_log is None or not router.storage.bounded:
             return
         record, answer = opened.record, response.position - response.start
-        size = generation_bytes(response.start - opened.logged, opened.turn.contract, answer)
+        size = generation_bytes(response.start - opened.logged, opened.turn, answer)
         router.background.spawn(router.storage.settle(record.tenant, record.session_id, record.generation, size))
 
     async def _describe(self, model: ServedModel) -> pb.Model:
@@ -349,8 +350,7 @@ class GenerateServicer(InferenceServicer):
             verifiers=len(verifiers),
             drafters=len(await worker_pool.drafters(model.digest)),
             misfits=[
-                f"{worker.worker_id}: {why.explanation}"
-                for worker, why in worker_pool.incompatible_drafters(model.name)[:MAX_INCOMPATIBLE]
+                f"{worker.worker_id}: {why}" for worker, why in worker_pool.misfits(model.name)[:MAX_INCOMPATIBLE]
             ],
         )
 

@@ -106,10 +106,7 @@ def _model(router: RouterContext, name: str, generations: Iterable[OwnedGenerati
     cannot draft for it."""
     running = Counter(generation.usage.speculation.now.reason for generation in generations if generation.model == name)
     steps = {reason: count for (model, reason), count in tuple(router.metrics.speculation.items()) if model == name}
-    misfits = [
-        (worker.worker_id, status.explanation)
-        for worker, status in router.worker_pool.incompatible_drafters(name)[:MAX_LISTED]
-    ]
+    misfits = [(worker.worker_id, why) for worker, why in router.worker_pool.misfits(name)[:MAX_LISTED]]
     return {"name": name, "running": running, "steps": steps, "misfits": misfits}
 
 

@@ -13,6 +13,7 @@ from typing import get_args
 import grpc.aio
 
 from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack_keys
+from outrider.core.session.protocol import SPOKEN
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, nearest
 from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.channels import open_channel
@@ -45,6 +46,7 @@ class WorkerPool:
         self._zone = zone
         self._tls = tls
         self._listed: list[Worker] = []  # as last read
+        self._foreign: list[Worker] = []  # announced at that read, under another protocol
         self._seen_at = float("-inf")  # monotonic time of that read
         self._registry_error: OutriderError | None = None  # why the last read failed
         self._refresh_lock = asyncio.Lock()
@@ -68,6 +70,9 @@ class WorkerPool:
         """Return the verifiers of a model, best choice first. Raises Unavailable where there are none."""
         verifiers = await self.verifiers(model)
         if not verifiers:
+            foreign = [it for it in self._foreign if it.role == "verifier" and it.model == model]
+            if foreign:
+                raise Unavailable(f"model {model!r}: verifier {foreign[0].address} {_protocols(foreign[0])}")
             raise Unavailable(f"no verifier serves model {model!r} right now; start one, or try again")
         return verifiers
 
@@ -92,9 +97,12 @@ class WorkerPool:
         found = [incompatibility(drafter, verifier, sampled=sampled) for drafter in self._available("drafter")]
         return nearest(status for status in found if status is not None)
 
-    def incompatible_drafters(self, model: str) -> list[tuple[Worker, SpeculationStatus]]:
-        """Return the listed drafters that can draft for none of a model's verifiers, each with the reason."""
-        return incompatible_drafters(self._listed, self._verifiers_of(model))
+    def misfits(self, model: str) -> list[tuple[Worker, str]]:
+        """Return the workers that are of no use to a model, each with the reason: verifiers of it and drafters that
+        speak another protocol, and drafters that can draft for none of its verifiers."""
+        foreign = [(it, _protocols(it)) for it in self._foreign if it.role == "drafter" or it.model == model]
+        found = incompatible_drafters(self._listed, self._verifiers_of(model))
+        return foreign + [(worker, status.explanation) for worker, status in found]
 
     def drafter_models(self, tokenizer_digest: bytes) -> list[str]:
         """Return the models of the listed drafters of a tokenizer."""
@@ -217,7 +225,7 @@ class WorkerPool:
             if self._seen_at < since:
                 began = time.monotonic()
                 try:
-                    workers = self._alive(await self._registry.workers())
+                    workers = self._alive(self._speaking(await self._registry.workers()))
                 except OutriderError as error:
                     self._registry_error = error
                 else:
@@ -227,6 +235,15 @@ class WorkerPool:
                 self._seen_at = began
             if self._registry_error is not None:
                 raise Unavailable(str(self._registry_error))
+
+    def _speaking(self, announced: Sequence[Worker]) -> list[Worker]:
+        """Return the workers whose protocol this router speaks. Each other one is logged once."""
+        known = {worker.worker_id for worker in self._foreign}
+        self._foreign = [worker for worker in announced if worker.protocol not in SPOKEN]
+        for worker in self._foreign:
+            if worker.worker_id not in known:
+                log.warning("%s %s is not used: it %s", worker.role, worker.address, _protocols(worker))
+        return [worker for worker in announced if worker.protocol in SPOKEN]
 
     def _alive(self, announced: Sequence[Worker]) -> list[Worker]:
         """Return the announced workers, and verifiers that are not announced any more but serve sessions of ours: these
@@ -278,3 +295,9 @@ class WorkerPool:
         unused = self._channels.keys() - ids - self._placed.keys()
         for channel in [self._channels.pop(name) for name in unused]:
             await channel.close(None)
+
+
+def _protocols(worker: Worker) -> str:
+    """Return why a worker is not used, for people."""
+    spoken = " or ".join(map(str, sorted(SPOKEN)))
+    return f"speaks protocol {worker.protocol or 'unknown'}, and this router {spoken}; finish the upgrade of both"

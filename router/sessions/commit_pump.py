@@ -115,6 +115,7 @@ class CommitPump:
             logprobs=part.logprobs,
             plan=self.plan,
             verifier=stream.worker.worker_id,
+            origin=stream.worker.origin,
             drafters=self._drafters.drafter_ids,
         )
         self._samples.add(token_log.tokens, len(part.tokens), commit)

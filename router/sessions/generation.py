@@ -247,7 +247,7 @@ class OwnedGeneration:
                 wait_first = partial(self._held_slot.retake, str(error))
             except Moved as error:
                 await self._lose_verifier(token_log, error, logging.INFO)
-                wait_first = self._wait_for_verifier
+                wait_first = partial(self._wait_for_verifier, token_log)
             except Unavailable as error:
                 failures = 1 if self._response.position > before else failures + 1
                 if wait_first is not None or not self._started or failures >= MAX_FAILURES:
@@ -291,12 +291,12 @@ class OwnedGeneration:
         await self._held_slot.rejoin_queue()
         await token_log.reacquire()  # fences the verifier that it left, which may not have noticed
 
-    async def _wait_for_verifier(self) -> None:
-        """Wait until a verifier serves the model. Raises Unavailable if there is none for VERIFIER_WAIT_S."""
+    async def _wait_for_verifier(self, token_log: TokenLog) -> None:
+        """Wait until a verifier can go on with the text. Raises Unavailable if there is none for VERIFIER_WAIT_S."""
         give_up = time.monotonic() + VERIFIER_WAIT_S
         while True:
             try:
-                await matching_verifiers(self._router, self._opened.model)
+                await matching_verifiers(self._router, self._opened.model, token_log.origin)
                 return
             except Unavailable:
                 if time.monotonic() > give_up:

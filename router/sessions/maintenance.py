@@ -9,6 +9,7 @@ from collections.abc import Container
 
 from outrider.errors import OutriderError
 from outrider.store.client import Client
+from outrider.store.redis_clock import RedisClock
 from outrider.store.sessions import Sessions
 from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import RENEW_S, list_key
@@ -34,15 +35,16 @@ async def refresh_workers(worker_pool: WorkerPool, admission: Admission) -> None
         await asyncio.sleep(REFRESH_S)
 
 
-async def keep_key_listed(redis: Client, public_key: bytes) -> None:
-    """Renew this router's ticket key in Redis. Runs until cancelled.
+async def keep_key_listed(redis: Client, public_key: bytes, clock: RedisClock) -> None:
+    """Read Redis' clock and renew this router's ticket key in Redis. Runs until cancelled.
 
     The key stays listed when the router ends, because tickets that it has signed are valid a while longer.
     """
     while True:
         await asyncio.sleep(RENEW_S)
         try:
-            await list_key(redis, public_key)
+            await clock.read(redis)
+            await list_key(redis, public_key, clock.now())
         except OutriderError as error:
             log.debug("%s", error)  # upstreams keep the keys that they have read
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from outrider.config import RouterConfig
 from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.offload import offload_if_long
 from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Worker
 from outrider.store.session_events import SessionEvents
-from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
+from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
 from outrider.store.tenant_storage import TenantStorage, generation_bytes
 from router.api.adapters import AdapterDirectory
 from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
@@ -56,6 +58,7 @@ class RouterContext:
     storage: TenantStorage
     metrics: RouterMetrics
     adapters: AdapterDirectory
+    clock: RedisClock
     turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
 
     def owner(self) -> str:
@@ -78,6 +81,7 @@ class OpenedGeneration:
     policy: GammaPolicy
     forked_from: str = ""
     logged: int = 0  # tokens that were in the log before it began, where it began here
+    deadline: float = math.inf  # by the monotonic clock
 
     @property
     def ended(self) -> EndReason | None:
@@ -87,7 +91,7 @@ class OpenedGeneration:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline; infinity where there is none."""
-        return math.inf if self.turn.deadline is None else self.turn.deadline - time.time()
+        return self.deadline - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,18 @@ class FoundGeneration:
         # A plan of depth 0 that never changed was requested; one that changed may have rested its drafters for a while.
         name = router.config.policy if record.plan.depth or record.plan.version > 1 else "off"
         gamma = policy(name, ceilings(router.config), router.warm_start.priors(self.model, self.turn.contract))
-        missing = unsent_parts(self.parts, self.position, self.text_offset)
+        stored = self.turn.deadline
         return OpenedGeneration(
-            self.model, record, self.turn, token_log, self.response, missing, self.position, self.text_offset, gamma
+            self.model,
+            record,
+            self.turn,
+            token_log,
+            self.response,
+            unsent_parts(self.parts, self.position, self.text_offset),
+            self.position,
+            self.text_offset,
+            gamma,
+            deadline=math.inf if stored is None else time.monotonic() + stored - router.clock.now(),
         )
 
 
@@ -129,25 +142,20 @@ class _History:
 
 
 async def begin(
-    router: RouterContext, params: GenerateParams, session: SessionRecord | None, deadline: float | None
+    router: RouterContext, params: GenerateParams, session: SessionRecord | None, deadline: float
 ) -> OpenedGeneration:
     """Begin a new generation, in `session` or in a new session; or return the one that was begun with the same
-    idempotency key.
+    idempotency key. `deadline` is by the monotonic clock, infinity for none.
 
-    Raises InvalidRequest and TokenizerMismatch, Unavailable when no verifier serves the model, Busy while another
-    generation of the session runs.
+    What is refused leaves nothing in Redis. Raises InvalidRequest and TokenizerMismatch, Unavailable when no verifier
+    serves the model, Busy while another generation of the session runs, Overloaded where the tenant keeps too much.
     """
-    history = await _history(router.sessions, params, session)
+    holder = ""
     if params.idempotency_key:
-        claim = f"{history.session_id}/{history.generation}"
-        first = await router.sessions.claim(params.tenant, params.idempotency_key, params.fingerprint, claim)
-        session_id, _, number = first.rpartition("/")
-        with decoding("an idempotency key's entry"):
-            generation = int(number)
-        if record := await _find_started(router, params, session_id, generation):
-            return await take_over(router, params.tenant, session_id, record.generation, 0, 0)
-        if session_id != history.session_id:  # the call that claimed the key first died before it began
-            history = replace(history, session_id=session_id, expected=0)
+        holder = await router.sessions.claimed(params.tenant, params.idempotency_key, params.fingerprint)
+        if holder and (first := await _take_over_started(router, params, *_place(holder))):
+            return first
+    history = _held(await _history(router.sessions, params, session), holder)
     if isinstance(params.prompt, Conversation) and history.logged and not params.whole_history:
         raise InvalidRequest(
             "messages",
@@ -158,14 +166,57 @@ async def begin(
     if params.fills_context:
         params = replace(params, contract=fill_context(history.tokens, params.contract, verifiers))
     check_fits(history.tokens, params.contract, verifiers)
+    if session is not None and session.running and await router.sessions.runs(history.session_id):
+        if first := await _take_over_started(router, params, history.session_id, history.generation):
+            return first
+        raise Busy(f"session {history.session_id}: a generation has not ended; resume it, cancel it, or wait")
+    stored = None if math.isinf(deadline) else router.clock.now() + deadline - time.monotonic()
+    turn = SessionTurn(params.contract, params.stops, len(history.tokens), stored, params.request_id)
+    await _reserve(router, params, history, turn)
+    if params.idempotency_key:
+        claim = f"{history.session_id}/{history.generation}"
+        holder = await router.sessions.claim(params.tenant, params.idempotency_key, params.fingerprint, claim)
+        if holder != claim and _place(holder)[0] != history.session_id:  # another call of this request was faster
+            await router.storage.forget(params.tenant, history.session_id)
+            history = _held(history, holder)
+            await _reserve(router, params, history, turn)
+        if first := await _take_over_started(router, params, *_place(holder)):
+            return first
     try:
-        return await _begin(router, params, history, deadline)
+        return await _begin(router, params, history, turn, deadline)
     except (Superseded, Conflict):  # another call began, resumed or ended a generation meanwhile
-        if record := await _find_started(router, params, history.session_id, history.generation):
-            return await take_over(router, params.tenant, history.session_id, record.generation, 0, 0)
+        if first := await _take_over_started(router, params, history.session_id, history.generation):
+            return first
         if session is None:  # only another call of this request knows the session, or Redis' reply was lost
             raise Unavailable(f"session {history.session_id} changed while its generation began; retry") from None
         raise Busy(f"session {history.session_id}: another call began a generation first; resume it, or wait") from None
+
+
+def _place(holder: str) -> tuple[str, int]:
+    """Return the session and the generation that a claim is for."""
+    session_id, _, number = holder.rpartition("/")
+    with decoding("an idempotency key's entry"):
+        return session_id, int(number)
+
+
+def _held(history: _History, holder: str) -> _History:
+    """Return a history in the session that holds the request's idempotency key: the call that claimed it died before it
+    began. "": none holds it."""
+    if not holder or (session_id := _place(holder)[0]) == history.session_id:
+        return history
+    return replace(history, session_id=session_id, expected=0)
+
+
+async def _reserve(router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn) -> None:
+    """Count a generation that is about to begin, and its claim. Raises Overloaded."""
+    await router.storage.reserve(
+        params.tenant,
+        history.session_id,
+        history.generation,
+        generation_bytes(len(history.tokens) - history.logged, turn),
+        new=history.expected == 0,
+        claim=claim_name(params.tenant, params.idempotency_key) if params.idempotency_key else "",
+    )
 
 
 async def take_over(
@@ -189,7 +240,7 @@ async def find(
     the latest or the position is not in it, Conflict for a position beyond the log.
     """
     record = await open_record(router.sessions, tenant, session_id)
-    turn = _resumable(record, generation)
+    turn = await _resumable(router, record, generation)
     model = router.models.get(record.model)
     if model is None:
         raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
@@ -227,7 +278,7 @@ async def take(router: RouterContext, found: FoundGeneration) -> OpenedGeneratio
     session_id = found.record.session_id
     record = found.record if found.record.finished else await router.sessions.get(session_id)
     _check_same(found.record, record)
-    _resumable(record, record.generation)
+    await _resumable(router, record, record.generation)
     if record.finished and found.record.finished:
         return found.open(router, record, None)
     owned = await router.sessions.acquire(session_id, record.epoch, router.owner())
@@ -253,7 +304,7 @@ async def take(router: RouterContext, found: FoundGeneration) -> OpenedGeneratio
         raise
 
 
-def _resumable(record: SessionRecord, generation: int) -> SessionTurn:
+async def _resumable(router: RouterContext, record: SessionRecord, generation: int) -> SessionTurn:
     """Return the turn of a session's latest generation.
 
     Raises NotFound if there is no generation, or none that can be resumed, and InvalidRequest if `generation` is not
@@ -264,7 +315,7 @@ def _resumable(record: SessionRecord, generation: int) -> SessionTurn:
         raise NotFound(f"session {session_id} has no generation {generation or 1}")
     if generation and generation < record.generation:
         raise InvalidRequest("generation", f"is {generation}, only the latest ({record.generation}) can be resumed")
-    if not record.finished and max(record.lease, record.resumable) < time.time():
+    if not record.finished and await router.sessions.lapsed(session_id):
         raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
     return turn
 
@@ -277,11 +328,11 @@ def _check_same(found: SessionRecord, now: SessionRecord) -> None:
         raise InvalidRequest("generation", f"is {found.generation}, and a later generation has begun")
 
 
-async def _find_started(
+async def _take_over_started(
     router: RouterContext, params: GenerateParams, session_id: str, generation: int
-) -> SessionRecord | None:
-    """Return the session in which this very request was begun before, as `generation` or a later one; None if it was
-    not.
+) -> OpenedGeneration | None:
+    """Take over the generation that this very request began before, as `generation` of a session or a later one; None
+    if it did not.
 
     Raises InvalidRequest when a later generation has begun since, so that the request's generation is not known.
     """
@@ -290,7 +341,7 @@ async def _find_started(
     except NotFound:
         return None
     if record.turn is not None and params.idempotency_key and record.turn.request == params.request_id:
-        return record
+        return await take_over(router, params.tenant, session_id, record.generation, 0, 0)
     if record.generation > generation:
         raise InvalidRequest("idempotency_key", "was used for an earlier generation of this session; use a new key")
     return None
@@ -313,10 +364,12 @@ async def open_record(sessions: Sessions, tenant: str, session_id: str) -> Sessi
     return record
 
 
-async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[Worker]:
-    """Return the verifiers that serve a model with the router's tokenizer, best choice first.
+async def matching_verifiers(router: RouterContext, model: ServedModel, origin: Origin | None = None) -> list[Worker]:
+    """Return the verifiers that serve a model with the router's tokenizer, best choice first; with an `origin` those
+    that may go on with a text of it.
 
-    Raises Unavailable when no verifier serves the model, TokenizerMismatch when all of them have another tokenizer.
+    Raises Unavailable when no verifier serves the model or none may go on, TokenizerMismatch when all of them have
+    another tokenizer.
     """
     verifiers = await router.worker_pool.serving(model.name)
     matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
@@ -325,16 +378,22 @@ async def matching_verifiers(router: RouterContext, model: ServedModel) -> list[
             f"the router's tokenizer for model {model.name!r} is not its verifiers' own; "
             "give the router the tokenizer.json of their checkpoint"
         )
+    if origin is not None:
+        equal = [worker for worker in matching if worker.origin == origin]
+        if not equal:
+            there = "; ".join(sorted({f"{worker.origin}" for worker in matching}))
+            raise Unavailable(
+                f"the generation began under {origin}, and the verifiers of model {model.name!r} have {there}, so its "
+                "text might change; start a verifier that has the same, or generate anew"
+            )
+        return equal
     return matching
 
 
 async def _begin(
-    router: RouterContext, params: GenerateParams, history: _History, deadline: float | None
+    router: RouterContext, params: GenerateParams, history: _History, turn: SessionTurn, deadline: float
 ) -> OpenedGeneration:
     sessions, plan = router.sessions, params.policy.plan()
-    size = generation_bytes(len(history.tokens) - history.logged, params.contract)
-    await router.storage.reserve(params.tenant, history.session_id, history.generation, size, new=history.expected == 0)
-    turn = SessionTurn(params.contract, params.stops, len(history.tokens), deadline, params.request_id)
     if history.expected == 0:
         await sessions.create(history.session_id, params.tenant, params.model.name, params.model.digest)
     response = await offload_if_long(history.tokens, _new_response, params.model, history.tokens, turn, UsageStats())
@@ -373,6 +432,7 @@ async def _begin(
         params.policy,
         history.forked_from,
         history.logged,
+        deadline,
     )
 
 

@@ -93,7 +93,9 @@ class Standby:
         )
 
     def _is_eligible(self, worker: Worker, serving: Worker) -> bool:
-        return worker.worker_id != serving.worker_id and not self._router.worker_pool.suspected(worker)
+        """Whether a verifier may go on with the session's text."""
+        other = worker.worker_id != serving.worker_id and worker.origin == serving.origin
+        return other and not self._router.worker_pool.suspected(worker)
 
     def _choose(self, workers: Sequence[Worker], serving: Worker) -> Worker | None:
         """Return the verifier that has the KV already, else the least loaded; None if there is no other verifier."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from outrider.core.session.contract import Plan
+from outrider.core.session.protocol import UNKNOWN_ORIGIN, Origin
 from outrider.errors import Conflict, NotFound, Unavailable
 from outrider.rpc.backoff import Backoff
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
@@ -46,6 +47,13 @@ class TokenLog:
         return self._owned.epoch
 
     @property
+    def origin(self) -> Origin | None:
+        """What the generation's text depends on; None while no token of it is durable."""
+        turn = self.record.turn
+        begun = turn is not None and len(self.tokens) > turn.answer_position
+        return self.record.origin or (UNKNOWN_ORIGIN if begun else None)
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the lease was last renewed."""
         return time.monotonic() - self._renewed
@@ -58,13 +66,14 @@ class TokenLog:
         logprobs: bytes,
         plan: Plan,
         verifier: str,
+        origin: Origin,
         drafters: tuple[str, ...],
     ) -> None:
         """Make the next tokens durable and store the other arguments in the session's record. `digest` is over the
-        session with these tokens."""
+        session with these tokens; `origin` that of the verifier."""
         start, before = len(self.tokens), self.record
-        if (plan, verifier, drafters) != (before.plan, before.verifier, before.drafters):
-            self.record = replace(before, plan=plan, verifier=verifier, drafters=drafters)
+        if (plan, verifier, origin, drafters) != (before.plan, before.verifier, before.origin, before.drafters):
+            self.record = replace(before, plan=plan, verifier=verifier, origin=origin, drafters=drafters)
 
         async def write() -> int:
             return await self._owned.append(
@@ -74,6 +83,7 @@ class TokenLog:
                 logprobs=logprobs,
                 plan=None if plan is before.plan else plan,
                 verifier=None if verifier == before.verifier else verifier,
+                origin=None if origin == before.origin else origin,
                 drafters=None if drafters == before.drafters else drafters,
             )
 

@@ -34,23 +34,23 @@ async def open_stream(
     loaded. `contract` is the verifier's; `on_attempt` is called with each stream before it is opened; `stalled`: worker
     ids of verifiers that stood still while they had the generation.
 
-    Raises the refusal of one verifier if all refuse: Overloaded if one of them is full, else Unavailable. Raises
-    InternalError once more than MAX_STALLS have stood still: what stops one verifier after the other is not sent on.
+    A text that has begun goes on only at verifiers of its origin. Raises the refusal of one verifier if all refuse:
+    Overloaded if one of them is full, else Unavailable. Raises InternalError once more than MAX_STALLS have stood
+    still: what stops one verifier after the other is not sent on.
     """
     worker_pool = router.worker_pool
-    workers = check_fits(
-        token_log.tokens, opened.turn.contract, await matching_verifiers(router, opened.model), opened.response.start
-    )
+    verifiers = await matching_verifiers(router, opened.model, token_log.origin)
+    workers = check_fits(token_log.tokens, opened.turn.contract, verifiers, opened.response.start)
     refusal: OutriderError | None = None
     for worker in worker_pool.rank_verifiers(
         workers, kv_holder, token_log.tokens, contract.kv_scope(opened.record.tenant)
     ):
+        start = _decode_start(router, opened, token_log, contract, plan)
+        stream = DecodeStream(worker, router.verifier_links.to(worker), start)
         worker_pool.add_session(worker)
         began = time.monotonic()
         try:
             with client_span("outrider.v1.Verifier/Decode") as span:
-                start = _decode_start(router, opened, token_log, contract, plan)
-                stream = DecodeStream(worker, router.verifier_links.to(worker), start)
                 span.add_event("plan", plan_attributes(plan))
                 on_attempt(stream)
                 await stream.open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ async def _no_keys() -> dict[bytes, float]:
     return {}
 
 
-KEYS = TicketVerifier(_no_keys)
+KEYS = TicketVerifier(_no_keys, time.time)
 
 
 def test_a_drafter_is_loaded_as_its_section_configures_it() -> None:

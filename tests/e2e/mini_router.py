@@ -38,7 +38,7 @@ async def trust(cluster: LocalCluster) -> None:
 
 
 async def listed_signer(redis_url: str) -> TicketSigner:
-    signer = TicketSigner()
+    signer = TicketSigner(time.time)
     async with aclosing(connect(redis_url)) as redis:
         await redis.zadd("outrider:{tickets}:keys", {signer.public_key: (time.time() + 86400) * 1000})
     return signer

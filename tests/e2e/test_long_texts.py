@@ -52,6 +52,7 @@ class Running:
     router: InferenceStub
     drafters: list[DrafterStub]
     sessions: Sessions
+    registry: Registry
     digest: bytes
 
 
@@ -85,7 +86,8 @@ async def cluster(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPath
             while len(await Registry(client).workers()) < 3:
                 await asyncio.sleep(0.05)
         sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=30)
-        yield Running(InferenceStub(channel), drafters, sessions, read_tokenizer_digest(folder))
+        registry = Registry(client)
+        yield Running(InferenceStub(channel), drafters, sessions, registry, read_tokenizer_digest(folder))
 
 
 def asked(tokens: list[int], **fields: Any) -> pb.GenerateRequest:
@@ -120,9 +122,10 @@ async def test_a_resume_of_a_long_answer_stalls_no_loop(cluster: Running) -> Non
     owned = await sessions.begin(
         session, 0, "it", SessionTurn(contract, (), 2000, None), 0, prompt, extend(EMPTY, prompt)
     )
+    (verifier,) = await cluster.registry.workers("verifier")
     for at in range(0, len(answer), 6000):
         end = 2000 + at + 6000
-        await owned.append(2000 + at, answer[at : at + 6000], extend(EMPTY, TEXT[:end]))
+        await owned.append(2000 + at, answer[at : at + 6000], extend(EMPTY, TEXT[:end]), origin=verifier.origin)
     await owned.release("")
     async with no_stall():
         _, chunks, finished = await collect(cluster.router.Resume(pb.ResumeRequest(session_id=session)))

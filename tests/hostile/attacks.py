@@ -36,6 +36,7 @@ CALL_S = 30.0  # deadline of a call
 WATCHES = 10_240
 CONNECTIONS = 1_000  # to the router, and to the gateway
 LONG_PROMPT = 900  # tokens
+CLAIM = "claim "  # with a number: an idempotency key of a request that is refused
 EMPTY_MESSAGE = b"\x52\x00"  # an empty entry of GenerateRequest.messages
 TO_THE_END = pb.Sampling(max_tokens=900, ignore_eos=True, logprobs=20)
 
@@ -338,6 +339,17 @@ async def _storage(attacker: Attacker) -> None:
     )
 
 
+async def _claims(attacker: Attacker) -> None:
+    """Requests that are refused, each with an idempotency key of its own."""
+
+    def refused(number: int) -> bytes:
+        sampling = pb.Sampling(max_tokens=10**6) if number % 2 else pb.Sampling(max_tokens=1, banned_ids=[10**6])
+        asked = pb.GenerateRequest(text="x", sampling=sampling, idempotency_key=f"{CLAIM}{number}")
+        return asked.SerializeToString()
+
+    await attacker.at_once(40, lambda number: attacker.call("Generate", refused(number)))
+
+
 async def _resumes(attacker: Attacker) -> None:
     """A long answer, read again from its beginning."""
     session = await _own_session(attacker)
@@ -513,6 +525,7 @@ ATTACKS: dict[str, Attack] = {
     "watches": _watches,
     "spying": _spying,
     "storage": _storage,
+    "claims": _claims,
     "resumes": _resumes,
     "answers": _answers,
     "long-prompts": _long_prompts,

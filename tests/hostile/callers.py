@@ -27,8 +27,9 @@ from outrider.errors import OutriderError
 from outrider.fleet.cluster import LocalCluster
 from outrider.store.client import connect
 from outrider.store.keys import Keys
+from outrider.store.sessions import claim_name
 from tests.e2e.conftest import MODELS
-from tests.hostile.attacks import Outcome, Target
+from tests.hostile.attacks import CLAIM, Outcome, Target
 
 CALLERS = 8
 PERIOD_S = 1.0  # from one request of a caller to its next one
@@ -183,6 +184,12 @@ class Besieged:
             if name == "router":
                 found["generations that moved"] = number_in(page, "outrider_moves_total")
         return found
+
+    async def claimed(self, count: int) -> list[str]:
+        """The idempotency keys that the attack "claims" holds, of `count` calls."""
+        keys = [f"{CLAIM}{number}" for number in range(count)]
+        async with aclosing(connect(self._cluster.redis_url)) as redis:
+            return [key for key in keys if await redis.exists(f"outrider:idempotency:{claim_name('bad', key)}")]
 
     async def _again(self, session: str) -> str:
         """The text of a session's answer."""

@@ -34,5 +34,6 @@ async def test_an_attack_changes_no_answer_of_another_tenant_reads_nothing_and_t
     assert measured.failures == []
     assert len(measured.first_tokens) >= CALLERS
     assert outcome.leaks == []
+    assert await target.claimed(outcome.begun if name == "claims" else 0) == []
     assert {process: size for process, size in measured.memory.items() if size > BOUNDS[process]} == {}
     assert measured.memory.keys() >= BOUNDS.keys() - {"template", "grammars"}

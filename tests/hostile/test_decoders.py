@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -77,7 +78,7 @@ headers = st.one_of(
     st.text(max_size=20), st.integers().map(str), st.just("9" * 5000), st.sampled_from(["²", "-1", "InvalidRequest"])
 )
 PERMIT = tickets.Permit("s", "t", "d", "u", 1)
-SIGNER = tickets.TicketSigner()
+SIGNER = tickets.TicketSigner(time.time)
 signed = st.builds(
     lambda epoch, cut, tail: SIGNER.sign(tickets.Permit("s", "t", "d", "u", epoch))[:cut] + tail,
     st.integers(0, 2),
@@ -155,7 +156,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
     "heartbeats": (frames.heartbeats, lambda beat: liveness.check_heartbeat(beat, "x"), ()),
     "tickets": (
         st.one_of(st.binary(max_size=80), signed),
-        lambda blob: tickets.check(lambda key: key == SIGNER.public_key, blob, PERMIT),
+        lambda blob: tickets.check(lambda key: key == SIGNER.public_key, blob, PERMIT, time.time),
         (Forbidden,),
     ),
     "certificates": (st.lists(st.binary(max_size=20), max_size=3), lambda names: certificate_names(Peer(names)), ()),  # type: ignore[arg-type]

@@ -208,6 +208,15 @@ class Sessions:
     async def read(self, session_id: str, start: int = 0) -> SessionLog:
         return await self.ask("read", session_id, lambda: self.redis.store.read(session_id, start))
 
+    async def runs(self, session_id: str) -> bool:
+        return await self.ask("runs", session_id, lambda: self.redis.store.runs(session_id))
+
+    async def lapsed(self, session_id: str) -> bool:
+        return await self.ask("lapsed", session_id, lambda: self.redis.store.lapsed(session_id))
+
+    async def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
+        return await self.ask("claimed", "", lambda: self.redis.store.claimed(tenant, key, fingerprint))
+
     async def claim(self, tenant: str, key: str, fingerprint: bytes, place: str) -> str:
         return await self.ask("claim", "", lambda: self.redis.store.claim(tenant, key, fingerprint, place))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -250,6 +251,9 @@ class _UnlimitedStorage:
     async def reserve(self, *arguments: Any, **options: Any) -> None:
         pass
 
+    async def forget(self, *arguments: Any) -> None:
+        pass
+
 
 class Router:
     """One router process."""
@@ -273,7 +277,8 @@ class Router:
                 background=_Background(self.trouble),
                 admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
                 tiers=TierSwitch(),
-                ticket_signer=TicketSigner(),
+                ticket_signer=TicketSigner(time.time),
+                clock=SimpleNamespace(now=lambda: clock.now),  # type: ignore[arg-type]
                 metrics=RouterMetrics(),
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]

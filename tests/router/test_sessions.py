@@ -350,11 +350,11 @@ async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
 ) -> None:
     verifier, prompt = FakeVerifier(SCRIPT), MODEL.tokenizer.encode("import os\n").ids
     acquire = Sessions.acquire
-    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
         await rig.sessions.create("s", "", "target", MODEL.digest)
         terms = SessionTurn(Contract(seed=1, max_tokens=len(SCRIPT)), (), len(prompt), None)
         owned = await rig.sessions.begin("s", 0, "owner", terms, 0, prompt, extend(EMPTY, prompt))
-        await owned.append(len(prompt), SCRIPT[:2], extend(EMPTY, prompt + SCRIPT[:2]))
+        await owned.append(len(prompt), SCRIPT[:2], extend(EMPTY, prompt + SCRIPT[:2]), origin=worker.origin)
 
         async def late(sessions: Sessions, *arguments: Any) -> Any:
             await owned.append(len(prompt) + 2, SCRIPT[2:5], extend(EMPTY, prompt + SCRIPT[:5]))

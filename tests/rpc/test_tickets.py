@@ -1,5 +1,7 @@
 """A ticket permits one drafter one session at one upstream, for a while, and only a router's key makes one."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,12 +13,14 @@ from outrider.rpc.tickets import PUBLIC_KEY_BYTES, Permit, TicketSigner, key_of
 from outrider.rpc.tickets import check as check_ticket
 from outrider.v1 import types_pb2
 
-ROUTER, STRANGER = TicketSigner(), TicketSigner()
+ROUTER, STRANGER = TicketSigner(time.time), TicketSigner(time.time)
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
 
 
-def check(ticket: bytes, permit: Permit = PERMIT) -> None:
-    check_ticket(lambda key: key == ROUTER.public_key, ticket, permit)
+def check(
+    ticket: bytes, permit: Permit = PERMIT, *, router: TicketSigner = ROUTER, now: Callable[[], float] = time.time
+) -> None:
+    check_ticket(lambda key: key == router.public_key, ticket, permit, now)
 
 
 def changed(whole: bytes, **fields: bytes) -> bytes:
@@ -62,7 +66,7 @@ def test_only_the_holder_of_a_router_s_private_key_makes_one() -> None:
 def test_what_is_listed_as_a_key_and_is_none_makes_no_ticket_good() -> None:
     for key in (b"", b"short", b"\xff" * 32, b"k" * 33):
         with pytest.raises(Forbidden, match="forged"):
-            check_ticket(lambda _: True, changed(ROUTER.sign(PERMIT), public_key=key), PERMIT)
+            check_ticket(lambda _: True, changed(ROUTER.sign(PERMIT), public_key=key), PERMIT, time.time)
 
 
 def test_an_expired_one_is_refused_as_expired() -> None:
@@ -70,15 +74,12 @@ def test_an_expired_one_is_refused_as_expired() -> None:
         check(ROUTER.sign(PERMIT, valid_s=-0.1))
 
 
-def test_it_is_good_for_as_long_as_it_was_signed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    usual, brief = ROUTER.sign(PERMIT), ROUTER.sign(PERMIT, valid_s=0.25)
-    for ticket, last in ((usual, 1060.0), (brief, 1000.25)):
-        monkeypatch.setattr("time.time", lambda last=last: last)
-        check(ticket)
-        monkeypatch.setattr("time.time", lambda last=last: last + 0.001)
+def test_it_is_good_for_as_long_as_it_was_signed_for() -> None:
+    router = TicketSigner(lambda: 1000.0)
+    for ticket, last in ((router.sign(PERMIT), 1060.0), (router.sign(PERMIT, valid_s=0.25), 1000.25)):
+        check(ticket, router=router, now=lambda last=last: last)  # type: ignore[misc]
         with pytest.raises(Forbidden, match="expired"):
-            check(ticket)
+            check(ticket, router=router, now=lambda last=last: last + 0.001)  # type: ignore[misc]
 
 
 def test_a_refusal_names_what_to_do() -> None:

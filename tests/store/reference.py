@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.core.session.contract import OFF, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded
 from outrider.store.records import SessionLog, SessionRecord, SessionTurn
 
@@ -94,6 +95,7 @@ class Store:
                 turn=turn,
                 plan=plan,
                 verifier=verifier or record.verifier,
+                origin=None,
                 drafters=(),
                 usage="",
                 epoch=expected + 1,
@@ -146,13 +148,27 @@ class Store:
         )
         self.sessions[session_id] = Session(tombstone, self.now() + max(2 * self.lease_s, 60.0))
 
-    def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+    def runs(self, session_id: str) -> bool:
+        session = self.find(session_id)
+        return session is not None and session.record.running and session.record.resumable > self.now()
+
+    def lapsed(self, session_id: str) -> bool:
+        session = self.find(session_id)
+        return session is not None and session.record.running and session.record.resumable <= self.now()
+
+    def claimed(self, tenant: str, key: str, fingerprint: bytes) -> str:
         held = self.claims.get((tenant, key))
         if held is None or held[2] <= self.now():
-            held = self.claims[tenant, key] = (fingerprint, session_id, self.now() + self.ttl_s)
+            return ""
         if held[0] != fingerprint:
             raise InvalidRequest("idempotency_key", "came with another request before")
         return held[1]
+
+    def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+        if not (held := self.claimed(tenant, key, fingerprint)):
+            held = session_id
+            self.claims[tenant, key] = fingerprint, session_id, self.now() + self.ttl_s
+        return held
 
     # What follows is for `Owned` and for looking inside.
 
@@ -196,6 +212,7 @@ class Owned:
         logprobs: bytes = b"",
         plan: Plan | None = None,
         verifier: str | None = None,
+        origin: Origin | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         session = self._owned(start)
@@ -210,6 +227,7 @@ class Owned:
                 session.record,
                 plan=session.record.plan if plan is None else plan,
                 verifier=session.record.verifier if verifier is None else verifier,
+                origin=session.record.origin if origin is None else origin,
                 drafters=session.record.drafters if drafters is None else tuple(drafters),
             )
         if stop > length:

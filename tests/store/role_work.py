@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +20,7 @@ from outrider.store.acl import AclRole
 from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
 from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
+from outrider.store.redis_clock import RedisClock
 from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn
@@ -38,7 +40,7 @@ VERSION = Version(1, "/versions/00001", "ab", "target", "cd", "ef")
 
 async def router(client: Client, admin: Client) -> None:
     await ping(client)
-    await list_key(client, b"k" * 32)
+    await list_key(client, b"k" * 32, time.time())
     await _expired(admin)
     await Registry(client).workers()
     await Keys(client).find((await Keys(admin).add("acme"))[0])
@@ -65,6 +67,7 @@ async def _sessions(client: Client, admin: Client) -> None:
     for name in ("s1", "s2"):
         await sessions.create(name, "tenant", "target", b"digest")
         await sessions.claim("tenant", f"key of {name}", b"request", name)
+        await sessions.claimed("tenant", f"key of {name}", b"request")
     digest = extend(EMPTY, PROMPT)
     begun = await sessions.begin("s1", 0, "r1", TURN, 0, PROMPT, digest)
     other = await sessions.begin("s2", 0, "r1", TURN, 0, PROMPT, digest)
@@ -90,13 +93,14 @@ async def _sessions(client: Client, admin: Client) -> None:
         await brief.left_behind(lease)
         await brief.abandon(lease)
     await sessions.list_lease("s2")
+    await sessions.runs("s2")
     await sessions.leases.begin_scan()
     await sessions.leases.end_scan()
     for name in ("s1", "s2", "s3"):
         await sessions.close(name)
     storage = TenantStorage(client, 0.002, sessions=9, size=9_999)
     await storage.measure()
-    await storage.reserve("tenant", "s1", 1, 100, new=True)
+    await storage.reserve("tenant", "s1", 1, 100, new=True, claim="key")
     await asyncio.sleep(0.004)
     await storage.reserve("tenant", "s2", 1, 100, new=True)
     await storage.forget("tenant", "s2")
@@ -104,14 +108,16 @@ async def _sessions(client: Client, admin: Client) -> None:
 
 async def verifier(client: Client, admin: Client) -> None:
     await ping(client)
-    await listed_keys(client)
+    await listed_keys(client, time.time)
+    await RedisClock().read(client)
     await Registry(client).announce(VERIFIER, ttl_s=5)
     await Registry(client).withdraw(VERIFIER)
 
 
 async def drafter(client: Client, admin: Client) -> None:
     await ping(client)
-    await listed_keys(client)
+    await listed_keys(client, time.time)
+    await RedisClock().read(client)
     await Registry(client).announce(DRAFTER, ttl_s=5)
     await Registry(client).withdraw(DRAFTER)
     versions = Versions(client, "drafter")

@@ -1,6 +1,7 @@
 """Sessions, registry, claims and tickets work on a real Redis Cluster of three nodes."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -137,8 +138,8 @@ async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> Non
     for index in range(8):
         assert await sessions.claim("tenant", f"key {index}", b"request", f"s{index}") == f"s{index}"
         assert await sessions.claim("tenant", f"key {index}", b"request", "another") == f"s{index}"
-    await list_key(client, b"k" * 32)
-    assert list(await listed_keys(client)) == [b"k" * 32]
+    await list_key(client, b"k" * 32, time.time())
+    assert list(await listed_keys(client, time.time)) == [b"k" * 32]
     registry = Registry(client)
     worker = Worker("v1", "verifier", "127.0.0.1:7071", "target", b"digest", 4096, 1024, 8, 2, 6_700_000)
     for name in ("v1", "v2", "v3"):

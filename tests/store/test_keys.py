@@ -13,6 +13,7 @@ from outrider.errors import InvalidRequest, NotFound, Overloaded, Unauthenticate
 from outrider.store import keys as module
 from outrider.store.client import connect
 from outrider.store.keys import CACHE_S, Keys
+from outrider.store.redis_clock import RedisClock
 
 
 @pytest.fixture
@@ -58,7 +59,8 @@ async def test_unknown_expired_and_revoked_keys_are_refused_with_one_text(redis:
 async def test_a_key_that_is_cached_stops_working_when_it_expires_and_soon_after_it_is_revoked(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached, elsewhere = Keys(redis), Keys(redis)
+    clock = RedisClock()
+    cached, elsewhere = Keys(redis, clock), Keys(redis)
     short, _ = await elsewhere.add("acme", valid_s=60)
     lasting, key = await elsewhere.add("acme")
     await cached.find(short)
@@ -68,7 +70,7 @@ async def test_a_key_that_is_cached_stops_working_when_it_expires_and_soon_after
 
     now, begun = time.monotonic(), time.time()
     monkeypatch.setattr(module.time, "monotonic", lambda: now + CACHE_S + 0.1)
-    monkeypatch.setattr(module.time, "time", lambda: begun + 61)
+    monkeypatch.setattr(clock, "now", lambda: begun + 61)
     for secret in (short, lasting):
         with pytest.raises(Unauthenticated):
             await cached.find(secret)

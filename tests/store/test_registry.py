@@ -1,6 +1,7 @@
 """Workers are listed while they announce themselves, and not a TTL longer."""
 
 import asyncio
+import json
 import logging
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from outrider.core.session.protocol import PROTOCOL
 from outrider.errors import Unavailable
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
@@ -67,6 +69,18 @@ async def test_a_foreign_entry_is_skipped_and_logged(client: Redis, caplog: pyte
         await client.sadd("outrider:{workers}:ids", name)
     assert await registry.workers("verifier") == [VERIFIER]
     assert len(caplog.records) == 3
+
+
+async def test_an_entry_without_a_protocol_is_of_an_older_version(client: Redis) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=5)
+    (worker,) = await registry.workers()
+    assert worker.protocol == PROTOCOL
+    entry = json.loads(await client.get("outrider:{workers}:id:v1"))
+    del entry["protocol"]
+    await client.set("outrider:{workers}:id:v1", json.dumps(entry))
+    (worker,) = await registry.workers()
+    assert worker.protocol == 0
 
 
 async def test_a_drafter_cannot_pose_as_a_verifier_nor_take_its_place(

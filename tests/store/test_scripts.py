@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.protocol import Origin
 from outrider.errors import NotFound, OutriderError
 from outrider.store.client import connect
 from outrider.store.records import SessionRecord, SessionTurn, load
@@ -181,6 +182,7 @@ class Agreement(RuleBasedStateMachine):
                 "logprobs": logprobs(start, stop) if owner.with_logprobs else b"",
                 "plan": Plan(version=stop, depth=2) if fresh else None,
                 "verifier": "v3" if fresh == 4 else None,
+                "origin": Origin(fresh, "a" * fresh, "int8") if fresh > 2 else None,
                 "drafters": drafters,
             },
             again,

@@ -1,6 +1,7 @@
 """Sessions in a real server: fenced, idempotent, and read back as they were written."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from redis.crc import key_slot
 
 from outrider.core.session.contract import OFF, Adapter, Contract, Grammar, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.protocol import Origin
 from outrider.errors import (
     Busy,
     ConfigError,
@@ -69,7 +71,7 @@ async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(clien
 async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
     await sessions.create("s2", "", "target", b"")
     await sessions.claim("", "key", b"", "s2/1")
-    await list_key(client, b"k" * 32)
+    await list_key(client, b"k" * 32, time.time())
     await _begin(sessions)
     assert sorted([name async for name in sessions.ids()]) == ["s1", "s2"]
 
@@ -336,11 +338,13 @@ async def test_leases_are_renewed_until_they_are_given_up_and_a_late_call_brings
 
 async def test_a_change_of_plan_that_arrives_late_does_not_undo_a_newer_one(sessions: Sessions) -> None:
     owned = await _begin(sessions)
-    await owned.append(4, [1], 1, plan=Plan(version=2, depth=3), verifier="v2", drafters=["d1"])
+    began, other = Origin(1, "a" * 64, "bfloat16"), Origin(1, "", "")
+    await owned.append(4, [1], 1, plan=Plan(version=2, depth=3), verifier="v2", origin=began, drafters=["d1"])
     await owned.append(5, [2], 1, plan=Plan(version=3, depth=5), drafters=["d2", "d3"])
-    await owned.append(4, [1], 1, plan=Plan(version=2, depth=3), verifier="v1", drafters=["d1"])
+    await owned.append(4, [1], 1, plan=Plan(version=2, depth=3), verifier="v1", origin=other, drafters=["d1"])
     record = await sessions.get("s1")
     assert (record.plan, record.verifier, record.drafters) == (Plan(version=3, depth=5), "v2", ("d2", "d3"))
+    assert record.origin == began
     await owned.append(6, [], 1, drafters=[])
     assert (await sessions.get("s1")).drafters == ()
 

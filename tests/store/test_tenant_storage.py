@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from outrider.core.session.contract import Contract
+from outrider.core.session.contract import Contract, Grammar
 from outrider.errors import Overloaded
 from outrider.store import tenant_storage
 from outrider.store.client import connect
-from outrider.store.tenant_storage import TenantStorage, generation_bytes
+from outrider.store.records import SessionTurn, dump_turn
+from outrider.store.tenant_storage import CLAIM_BYTES, TenantStorage, generation_bytes
 
 Made = Callable[..., TenantStorage]
 
@@ -26,14 +28,51 @@ async def made(redis_url: str) -> AsyncIterator[Made]:
 
 async def taken(storage: TenantStorage, tenant: str = "a") -> int:
     """What is counted for a tenant; counting nothing changes nothing."""
-    _, count = await storage._run(tenant, "probe", 0, "", "", "")
+    _, count = await storage._run(tenant, "probe", 0, "", "", "", "")
     return count
 
 
+def turn_of(stops: tuple[str, ...] = (), **terms: Any) -> SessionTurn:
+    return SessionTurn(Contract(seed=0, max_tokens=100, **terms), stops, 10, None)
+
+
 def test_what_a_generation_takes_grows_with_what_it_may_write() -> None:
-    plain, logged = Contract(seed=0, max_tokens=100), Contract(seed=0, max_tokens=100, logprobs=20)
+    plain, logged = turn_of(), turn_of(logprobs=20)
     assert generation_bytes(1000, plain) > generation_bytes(10, plain) > generation_bytes(10, plain, 3)
     assert generation_bytes(10, logged) - generation_bytes(10, plain) >= 100 * 160
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        turn_of(),
+        turn_of(stops=("é" * 256,) * 16),
+        turn_of(logit_bias=tuple((index, 1.2345678901234) for index in range(4096))),
+        turn_of(allowed_ids=tuple(range(4096))),
+        turn_of(banned_ids=tuple(range(4096)), stop_ids=tuple(range(64))),
+        turn_of(grammar=Grammar("regex", "é" * 9_999)),
+    ],
+    ids=["plain", "stops", "bias", "allowed", "banned", "grammar"],
+)
+def test_whatever_a_caller_may_make_long_counts_as_it_is_stored(turn: SessionTurn) -> None:
+    assert generation_bytes(0, turn, 0) >= len(dump_turn(turn))
+
+
+async def test_an_idempotency_key_counts_while_it_is_held_also_when_its_session_is_closed(made: Made) -> None:
+    storage = made(size=10_000, ttl_s=0.3)
+    for number in range(10):
+        await storage.reserve("a", f"s{number}", 1, 500, new=True, claim=f"key {number}")
+        await storage.reserve("a", f"s{number}", 1, 500, new=True, claim=f"key {number}")  # a repetition
+        await storage.forget("a", f"s{number}")
+    assert await taken(storage) == 10 * CLAIM_BYTES
+    with pytest.raises(Overloaded, match="tenant_stored_bytes"):
+        await storage.reserve("a", "t", 1, 9_900 - 10 * CLAIM_BYTES, new=True, claim="one more")
+    assert await taken(storage) == 10 * CLAIM_BYTES
+    await storage.reserve("a", "t", 2, 100, new=True, claim="one more")
+    await storage.reserve("a", "t", 1, 100, new=False, claim="of a turn that is late")
+    assert await taken(storage) == 100 + 12 * CLAIM_BYTES
+    await asyncio.sleep(0.35)
+    assert await taken(storage) == 0
 
 
 async def test_a_generation_is_counted_before_it_begins_and_corrected_when_it_has_ended(made: Made) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from redis.asyncio import Redis
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 from outrider.errors import Unavailable
 from outrider.rpc.tickets import TICKET_S
 from outrider.store.client import connect
+from outrider.store.redis_clock import RedisClock
 from outrider.store.tickets import KEY_LIFE_S, MAX_KEYS, RENEW_S, list_key, listed_keys
 from router.sessions.maintenance import keep_key_listed
 
@@ -21,40 +23,32 @@ def test_a_key_outlasts_every_ticket_that_it_signed() -> None:  # bites: the tim
     assert KEY_LIFE_S > TICKET_S + 10 * RENEW_S
 
 
-async def test_every_router_s_key_is_listed_until_a_while_after_its_last_renewal(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    await list_key(client, ONE)
-    monkeypatch.setattr("time.time", lambda: 1060.0)
-    await list_key(client, TWO)
-    assert await listed_keys(client) == {ONE: 1000 + KEY_LIFE_S, TWO: 1060 + KEY_LIFE_S}
-    await list_key(client, ONE)
-    assert await listed_keys(client) == {ONE: 1060 + KEY_LIFE_S, TWO: 1060 + KEY_LIFE_S}
+async def test_every_router_s_key_is_listed_until_a_while_after_its_last_renewal(client: Redis) -> None:
+    await list_key(client, ONE, 1000.0)
+    await list_key(client, TWO, 1060.0)
+    assert await listed_keys(client, lambda: 1060.0) == {ONE: 1000 + KEY_LIFE_S, TWO: 1060 + KEY_LIFE_S}
+    await list_key(client, ONE, 1060.0)
+    assert await listed_keys(client, lambda: 1060.0) == {ONE: 1060 + KEY_LIFE_S, TWO: 1060 + KEY_LIFE_S}
     assert KEY_LIFE_S < await client.ttl(KEYS) <= 2 * KEY_LIFE_S
-    monkeypatch.setattr("time.time", lambda: 1061.0 + 2 * KEY_LIFE_S)
-    await list_key(client, TWO)  # removes the key whose router is gone
-    assert list(await listed_keys(client)) == [TWO]
+    await list_key(client, TWO, 1061.0 + 2 * KEY_LIFE_S)  # removes the key whose router is gone
+    assert list(await listed_keys(client, time.time)) == [TWO]
 
 
-async def test_a_router_whose_clock_is_ahead_cannot_list_a_key_for_ever(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_whose_clock_is_ahead_cannot_list_a_key_for_ever(client: Redis) -> None:
     await client.zadd(KEYS, {ONE: 10**15})
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    assert await listed_keys(client) == {ONE: 1000 + KEY_LIFE_S}
+    assert await listed_keys(client, lambda: 1000.0) == {ONE: 1000 + KEY_LIFE_S}
 
 
 async def test_a_bounded_number_of_keys_is_read_those_that_count_longest(client: Redis) -> None:
     await client.zadd(KEYS, {number.to_bytes(32, "big"): number for number in range(MAX_KEYS + 2)})
-    found = await listed_keys(client)
+    found = await listed_keys(client, time.time)
     assert len(found) == MAX_KEYS
     assert (1).to_bytes(32, "big") not in found
 
 
 async def test_a_redis_that_is_away_is_unavailable() -> None:
     async with connect("unix:///nowhere/redis.sock") as client:
-        for work in (listed_keys(client), list_key(client, ONE)):
+        for work in (listed_keys(client, time.time), list_key(client, ONE, 0.0), RedisClock().read(client)):
             with pytest.raises(Unavailable):
                 await work
 
@@ -63,10 +57,10 @@ async def test_a_router_lists_its_key_again_after_redis_has_lost_everything(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.sessions.maintenance.RENEW_S", 0.01)
-    renewing = asyncio.create_task(keep_key_listed(client, ONE))
+    renewing = asyncio.create_task(keep_key_listed(client, ONE, RedisClock()))
     try:
         for _ in range(2):
-            while ONE not in await listed_keys(client):
+            while ONE not in await listed_keys(client, time.time):
                 await asyncio.sleep(0.01)
             await client.flushall()
     finally:

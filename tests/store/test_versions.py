@@ -68,12 +68,45 @@ async def test_drafters_are_apart_and_what_is_none_of_ours_is_reported(client: R
         await Versions(client, "drafter").read()
 
 
-async def test_who_may_write_verdicts_alone_cannot_publish_a_version(client: Redis) -> None:
+@pytest.mark.parametrize(
+    "field",
+    [
+        "version:2",
+        "",
+        "withdrawn",
+        "withdrawn:",
+        "withdrawn:-1",
+        "withdrawn:0",
+        "withdrawn:x",
+        "\u0662",
+        "withdrawn:\u0662",
+    ],
+)
+async def test_a_malformed_verdict_is_skipped_and_stops_no_version(
+    client: Redis, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
     versions = Versions(client, "drafter")
     await versions.publish(ONE)
-    await client.hset("outrider:{verdicts}:drafter", "version:2", json.dumps(asdict(TWO)))
-    with pytest.raises(InternalError, match="verdicts"):
-        await versions.read()
+    await versions.publish(TWO)
+    await versions.doubt(1, "worse")
+    for name in (field.encode(), b"\xff", b"withdrawn:" + b"9" * 5000):
+        await client.hset("outrider:{verdicts}:drafter", name, json.dumps(asdict(TWO)))
+    for _ in range(3):
+        published = await versions.read()
+        assert (published.usable, published.in_question, published.latest) == ([TWO, ONE], [1], 2)
+    assert len(caplog.records) == 1
+
+
+async def test_whoever_may_write_verdicts_cannot_use_up_the_numbers(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    await versions.publish(ONE)
+    await client.hset("outrider:{verdicts}:drafter", "withdrawn:" + "9" * 18, "forged")
+    await client.hset("outrider:{verdicts}:drafter", f"withdrawn:{10**9 - 1}", "forged")
+    following = replace(ONE, number=(await versions.read()).latest + 1)
+    assert await versions.publish(following)
+    assert (await versions.read()).usable == [following, ONE]
+    assert await versions.withdraw(following.number, "worse")
+    assert (await versions.read()).usable == [ONE]
 
 
 async def test_verdicts_of_an_older_version_beside_the_versions_still_count(client: Redis) -> None:

@@ -31,7 +31,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from verifier_svc.session import SessionStart, VerifierSession
 
-ROUTER = TicketSigner()
+ROUTER = TicketSigner(time.time)
 ALICE, UNNAMED = "alice-00c0ffee", "drafter-00c0ffee"
 
 
@@ -62,7 +62,7 @@ class Upstream:
             ArrivalPatterns.unknown(),
         )
         self.sessions = {"s": self.session}
-        keys = TicketVerifier(self._keys)
+        keys = TicketVerifier(self._keys, time.time)
         self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", keys, trusted=trusted)
         self.servicer.serve(self)
 

@@ -1,5 +1,7 @@
 """How a session's drafters are to work."""
 
+import time
+
 import pytest
 
 from outrider.core.control.arrival_model import ArrivalPatterns
@@ -31,7 +33,7 @@ def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[DraftStreamSe
     session = VerifierSession(
         SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown()
     )
-    return DraftStreamServicer("verifier", b"", TicketVerifier(no_keys)), session
+    return DraftStreamServicer("verifier", b"", TicketVerifier(no_keys, time.time)), session
 
 
 async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:

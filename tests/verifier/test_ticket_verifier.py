@@ -14,7 +14,7 @@ from outrider.errors import Forbidden, Unavailable
 from outrider.rpc.tickets import Permit, TicketSigner
 
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
-ROUTER = TicketSigner()
+ROUTER = TicketSigner(time.time)
 
 
 def ticket(signer: TicketSigner = ROUTER, valid_s: float = 60.0) -> bytes:
@@ -26,6 +26,7 @@ class Listed:
 
     def __init__(self) -> None:
         self.keys: dict[bytes, float] | None = {}
+        self.now = time.time()
         self.readings: list[int] = []  # numbers of those that have ended
         self.begun = asyncio.Event()
         self.open = asyncio.Event()
@@ -50,7 +51,7 @@ class Listed:
 
 @asynccontextmanager
 async def verifying(listed: Listed) -> AsyncIterator[TicketVerifier]:
-    verifier = TicketVerifier(listed.read)
+    verifier = TicketVerifier(listed.read, lambda: listed.now)
     running = asyncio.create_task(verifier.run(listed.on_read))
     try:
         yield verifier
@@ -66,11 +67,11 @@ async def test_however_many_tickets_name_unknown_keys_there_is_one_reading_in_a_
     listed = Listed()
     async with verifying(listed) as verifier:
         for _ in range(20):
-            assert verifier.request_reading(ticket(TicketSigner()))
+            assert verifier.request_reading(ticket(TicketSigner(time.time)))
             await asyncio.sleep(0)
         await listed.next_reading()
         for _ in range(20):
-            assert verifier.request_reading(ticket(TicketSigner())) == 2
+            assert verifier.request_reading(ticket(TicketSigner(time.time))) == 2
             await asyncio.sleep(0)
         assert listed.readings == [1]
 
@@ -99,7 +100,7 @@ async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_re
     listed = Listed()
     listed.open.clear()
     async with verifying(listed) as verifier:
-        assert verifier.request_reading(ticket(TicketSigner())) == 1
+        assert verifier.request_reading(ticket(TicketSigner(time.time))) == 1
         await listed.begun.wait()
         assert verifier.request_reading(ticket()) == 2
         listed.open.set()
@@ -114,7 +115,8 @@ async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_aw
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outrider.draft_server.ticket_verifier.MIN_READ_S", 0.0)
-    listed, end = Listed(), time.time() + 3600
+    listed = Listed()
+    end = listed.now + 3600
     listed.keys = {ROUTER.public_key: end}
     async with verifying(listed) as verifier:
         verifier.request_reading(ticket())
@@ -122,13 +124,13 @@ async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_aw
         lasting = ticket(valid_s=7200)
         for lost in ({}, None, None):
             listed.keys = lost
-            verifier.request_reading(ticket(TicketSigner()))
+            verifier.request_reading(ticket(TicketSigner(time.time)))
             await listed.next_reading()
             verifier.check(lasting, PERMIT)
         assert [record.message for record in caplog.records] == [
             "the routers' ticket keys cannot be read: Redis is away"
         ]
-        monkeypatch.setattr("time.time", lambda: end + 0.001)
+        listed.now = end + 0.001
         assert verifier.request_reading(lasting)
         with pytest.raises(Forbidden, match="forged"):
             verifier.check(lasting, PERMIT)

@@ -32,16 +32,17 @@ def add(
 ) -> None:
     """Create a key and print it on stdout, only this once; the stored record follows on stderr."""
     valid_s = None if days is None else days * DAY_S
-    secret, key = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s))
+    (secret, key), now = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s))
     print(secret)
-    print(f"outrider: {_line(key)}; nobody can show it again", file=sys.stderr)
+    print(f"outrider: {_line(key, now)}; nobody can show it again", file=sys.stderr)
 
 
 @keys.command("list")
 def list_(redis: Redis) -> None:
     """List the keys."""
-    for key in _with_keys(redis, lambda store: store.listed()):
-        print(_line(key))
+    listed, now = _with_keys(redis, lambda store: store.listed())
+    for key in listed:
+        print(_line(key, now))
 
 
 @keys.command()
@@ -49,25 +50,27 @@ def revoke(
     redis: Redis, key_id: Annotated[str, typer.Argument(help="Id of the key, from `outrider keys list`.")]
 ) -> None:
     """Revoke a key. Routers refuse it within seconds; running calls continue."""
-    print(f"outrider: revoked {_line(_with_keys(redis, lambda store: store.revoke(key_id)))}")
+    print(f"outrider: revoked {_line(*_with_keys(redis, lambda store: store.revoke(key_id)))}")
 
 
-def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> ResultT:
-    """Run `work` on the key store and return its result. Errors are reported as those of commands are."""
+def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> tuple[ResultT, float]:
+    """Run `work` on the key store and return its result, and Redis' time. Errors are reported as those of commands
+    are."""
 
-    async def run() -> ResultT:
+    async def run() -> tuple[ResultT, float]:
         from outrider.store.client import connect
         from outrider.store.keys import Keys
 
         async with aclosing(connect(redis_url)) as client:
-            return await work(Keys(client))
+            store = Keys(client)
+            return await work(store), store.clock.now()
 
     with reported():
         return asyncio.run(run())
 
 
-def _line(key: ApiKey) -> str:
-    ends = "" if key.expires is None else f", {'expired' if key.expired else 'expires'} {_day(key.expires)}"
+def _line(key: ApiKey, now: float) -> str:
+    ends = "" if key.expires is None else f", {'expired' if key.expired(now) else 'expires'} {_day(key.expires)}"
     return f"{key.key_id}  {key.tenant}{key.name and f'  {key.name}'}  made {_day(key.created)}{ends}"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,7 @@ async def no_keys() -> dict[bytes, float]:
 async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
     loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
-    sink = DraftStreamServicer("verifier", b"", TicketVerifier(no_keys))
+    sink = DraftStreamServicer("verifier", b"", TicketVerifier(no_keys, time.time))
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
     start = SessionStart("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)

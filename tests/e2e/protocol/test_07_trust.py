@@ -108,7 +108,7 @@ TICKETS: dict[str, tuple[dict[str, Any], str]] = {
     "of another upstream": ({"upstream_id": "another"}, "foreign ticket"),
     "of another epoch": ({"epoch": 2}, "foreign ticket"),
     "that has expired": ({"valid_s": -0.001}, "expired ticket"),
-    "of a key that nobody listed": ({"signer": TicketSigner()}, "forged ticket"),
+    "of a key that nobody listed": ({"signer": TicketSigner(time.time)}, "forged ticket"),
     "that was changed": ({"tail": b"\x28\x02"}, "forged ticket"),
     "that does not exist": ({"blob": b""}, "forged ticket"),
     "that is no message": ({"blob": b"\xff\xff\xff"}, "malformed ticket"),

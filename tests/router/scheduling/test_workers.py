@@ -163,11 +163,11 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_ur
         await registry.announce(drafter, ttl_s=30.0)
         await worker_pool.refresh()
         assert await worker_pool.drafters(b"digest", verifier) == []
-        ((found, status),) = worker_pool.incompatible_drafters("m")
-        assert (found.worker_id, status.reason) == (drafter.worker_id, SpeculationReason.OTHER_TARGET)
+        ((found, why),) = worker_pool.misfits("m")
+        assert (found.worker_id, "trained for another model" in why) == (drafter.worker_id, True)
         await registry.withdraw(drafter)
     await worker_pool.refresh()
-    assert worker_pool.incompatible_drafters("m") == []
+    assert worker_pool.misfits("m") == []
     assert worker_pool._logged_incompatible == set()
     await worker_pool.close()
     await client.aclose()
