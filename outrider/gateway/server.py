@@ -20,6 +20,7 @@ from outrider.gateway.app import make_app
 from outrider.gateway.connections import BoundedConnection
 from outrider.gateway.https import NO_PASSWORD, PresentCertificate
 from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.tls_connections import TlsConnections
 from outrider.gateway.traces import OwnTraces
 from outrider.rpc.certificate_expiry import CertificateExpiry
 
@@ -46,9 +47,10 @@ async def serve(config: GatewayConfig, *, announce: Callable[[str], None]) -> No
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that does not handle signals, and whose shutdown ends when the running answers have ended."""
 
-    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics, secured: TlsConnections | None) -> None:
         super().__init__(config)
         self.metrics = metrics
+        self._secured = secured
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running answers, then close."""
@@ -57,6 +59,8 @@ class GatewayServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+            if self._secured is not None:
+                self._secured.abort()
 
     async def _close_idle_connections(self) -> None:
         """Abort connections without an answer to send: with TLS they wait half a minute for the client's close."""
@@ -77,15 +81,17 @@ class GatewayServer(uvicorn.Server):
 def server(config: GatewayConfig) -> GatewayServer:
     """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
     present: PresentCertificate | None = None
+    secured: TlsConnections | None = None
     expiry = None if config.cert is None else CertificateExpiry(lambda: b"" if present is None else present.pem)
     metrics = GatewayMetrics() if expiry is None else GatewayMetrics(expiry.at)
     app = make_app(config, metrics, expiry)
+    http = partial(BoundedConnection, max_connections=config.max_connections)
     settings = uvicorn.Config(
         app if config.trust_traces else OwnTraces(app),
         lifespan="on",
         log_config=None,
         access_log=False,
-        http=cast(type[asyncio.Protocol], partial(BoundedConnection, max_connections=config.max_connections)),
+        http=cast(type[asyncio.Protocol], http),
         ws="none",
         timeout_graceful_shutdown=math.ceil(config.drain_s),
         ssl_certfile=config.cert,
@@ -96,11 +102,13 @@ def server(config: GatewayConfig) -> GatewayServer:
         settings.load()
         if settings.ssl is not None and config.cert is not None and config.key is not None:
             present = PresentCertificate(settings.ssl, config.cert, config.key)
+            secured = TlsConnections(settings.ssl, http, config.max_connections)
+            settings.http_protocol_class, settings.ssl = cast(type[asyncio.Protocol], secured.accept), None
     except (ssl.SSLError, OSError):
         raise ConfigError(
             f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"
         ) from None
-    return GatewayServer(settings, metrics)
+    return GatewayServer(settings, metrics, secured)
 
 
 def bound(address: str) -> socket.socket:
