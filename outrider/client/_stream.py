@@ -67,6 +67,14 @@ class AsyncStream:
         self._end_reason = ""  # set when this client ended the stream
         self._ending: asyncio.Task[None] | None = None
 
+    def with_choice(self, choice: int) -> AsyncStream:
+        """Return the stream of another choice of a request that has not begun, under an idempotency key of its own."""
+        assert isinstance(self._request, pb.GenerateRequest)
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.sampling.choice, request.idempotency_key = choice, _wire.random_key()
+        return AsyncStream(self._router, request, self._timeout, self._schema, self._terms)
+
     @property
     def session_id(self) -> str:
         """The session's id once the first chunk has arrived; empty before."""

@@ -124,7 +124,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         session_id=encodable("session", options.get("session", "")),
         whole_history=options.get("whole_history", False),
         priority=_PRIORITIES[priority],
-        idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or secrets.token_hex(16),
+        idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))
     if variables := options.get("template_variables"):
@@ -155,6 +155,11 @@ def resume_to_pb(session: str, generation: int, next_position: int, text_offset:
         next_position=next_position,
         text_offset=text_offset,
     )
+
+
+def random_key() -> str:
+    """Return an idempotency key that no other request has."""
+    return secrets.token_hex(16)
 
 
 def encodable(field: str, text: str) -> str:

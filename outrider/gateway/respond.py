@@ -17,12 +17,12 @@ from outrider.errors import Cancelled
 from outrider.gateway import serialize
 from outrider.gateway.event_stream import EventStream, paced, server_sent_events
 from outrider.gateway.multiplex import merged
-from outrider.gateway.schema import GenerationForm
+from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm
 
 
 async def answer(
-    parsed: GenerationForm,
+    asked: ResponseTerms,
     groups: Sequence[Sequence[AsyncStream]],
     form: ResponseForm,
     pad_stream_s: float | None = None,
@@ -33,15 +33,15 @@ async def answer(
     Raises the SDK's errors; for a stream of events, only those before the first part.
     """
     count = sum(map(len, groups))
-    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": parsed.model, "created": int(time.time())}
+    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": asked.model, "created": int(time.time())}
     parts = merged(groups)
-    if parsed.stream:
+    if asked.stream:
         try:
             first = await anext(parts)  # a refused request gets its own HTTP status, not an event
         except BaseException:
             await parts.aclose()
             raise
-        events = server_sent_events(form, head, parsed, count, first, parts)
+        events = server_sent_events(form, head, asked, count, first, parts)
         return EventStream(events if pad_stream_s is None else paced(events, pad_stream_s), parts)
     ended: dict[int, Generation] = {}
     async with aclosing(parts):
@@ -50,7 +50,7 @@ async def answer(
                 ended[part.index] = part.ended
     generations = [ended[index] for index in range(count)]
     choices = [form.complete(index, generation) for index, generation in enumerate(generations)]
-    usage = serialize.cost(generations, parsed.n)
+    usage = serialize.cost(generations, asked.n)
     metrics = serialize.speculation(generations)
     return JSONResponse(serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ class GatewayProcess:
 
     address: str  # HOST:PORT
     pid: int
+    page: str  # URL of its metrics
 
     @property
     def peak_bytes(self) -> int:
@@ -29,13 +31,24 @@ class GatewayProcess:
         return self.peak_bytes
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
 @asynccontextmanager
 async def gateway_process(router: str, *flags: str) -> AsyncIterator[GatewayProcess]:
-    command = (sys.executable, "-m", "outrider.cli", "gateway", "--router", router, "--listen", "127.0.0.1:0", *flags)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    metrics = f"127.0.0.1:{_free_port()}"
+    command = (sys.executable, "-m", "outrider.cli", "gateway", "--router", router, "--metrics", metrics)
+    process = await asyncio.create_subprocess_exec(
+        *command, "--listen", "127.0.0.1:0", *flags, stdout=asyncio.subprocess.PIPE
+    )
     try:
         assert process.stdout is not None
-        yield GatewayProcess((await process.stdout.readline()).decode().split()[-1], process.pid)
+        yield GatewayProcess(
+            (await process.stdout.readline()).decode().split()[-1], process.pid, f"http://{metrics}/metrics"
+        )
     finally:
         process.terminate()
         await process.wait()
