@@ -19,6 +19,7 @@ from outrider.gateway import serialize
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import body, invalid, response
+from outrider.gateway.held_answers import AnswerBounds, HeldAnswersLimit, answers_of
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
@@ -39,6 +40,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     clients = TenantClients(config)
     keys = KeyCheck(clients.keyless)
     large = LargeBodies()
+    bounds = AnswerBounds(config.timeout_s)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +54,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
         await clients.close()
 
     app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None, telemetry={"metrics": False})
+    app.add_middleware(HeldAnswersLimit, config=config)
     app.add_middleware(BodyLimit, config=config)
     app.add_middleware(TenantRequestLimit, config=config)
     app.add_middleware(TenantRefusals)
@@ -69,11 +72,15 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
             body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
             options = parsed.options()
             await asyncio.sleep(0)
-            return parsed.terms, await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
+            groups = await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
+            terms = parsed.terms
+            del parsed, options
+        await bounds.reserve(answers_of(request), terms, sum(map(len, groups)), client)
+        return terms, groups
 
     async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
         terms, groups = await begun(kind, request)
-        return await unless_gone(request, answer(terms, groups, form, config.pad_stream_s))
+        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.pad_stream_s))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:

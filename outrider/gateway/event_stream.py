@@ -123,4 +123,4 @@ async def paced(events: AsyncGenerator[str, None], interval_s: float) -> AsyncGe
 
 
 def _event(content: Json) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+    return f"data: {json.dumps(content, default=list)}\n\n"

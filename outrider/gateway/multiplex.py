@@ -42,6 +42,7 @@ async def streams(
     groups = []
     for prompt in prompts:
         first = client.stream(prompt, timeout=timeout_s, **seeded)
+        first.keeps_answer = False  # what has to be kept `respond.answer` collects
         groups.append([first, *(first.with_choice(choice) for choice in range(1, n))])
         await asyncio.sleep(0)  # a request may have megabytes: others have their turns in between
     return groups

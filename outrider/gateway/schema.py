@@ -97,6 +97,8 @@ class ResponseTerms(NamedTuple):
     stream: bool
     include_usage: bool  # a stream ends with the usage
     alternatives: int | None  # as `GenerationForm.alternatives`
+    token_limit: int | None  # as `GenerationForm.token_limit`
+    token_field: str  # the field that has it
 
 
 class GenerationForm(RequestBody):
@@ -123,6 +125,11 @@ class GenerationForm(RequestBody):
     outrider: Outrider = Outrider()
 
     @property
+    def token_field(self) -> str:
+        """The name of the field that limits the new tokens."""
+        return "max_tokens"
+
+    @property
     def prompts(self) -> Sequence[Prompt]:
         """One or several prompts, as text or token ids; None: the messages."""
         raise NotImplementedError
@@ -131,7 +138,9 @@ class GenerationForm(RequestBody):
     def terms(self) -> ResponseTerms:
         """What is asked for of the answers."""
         include_usage = self.stream_options is not None and self.stream_options.include_usage
-        return ResponseTerms(self.model, self.n, self.stream, include_usage, self.alternatives)
+        return ResponseTerms(
+            self.model, self.n, self.stream, include_usage, self.alternatives, self.token_limit, self.token_field
+        )
 
     @property
     def token_limit(self) -> int | None:
@@ -385,6 +394,10 @@ class Chat(GenerationForm):
     @property
     def prompts(self) -> Sequence[Prompt]:
         return [None]
+
+    @property
+    def token_field(self) -> str:
+        return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
