@@ -51,16 +51,27 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
         self.metrics = metrics
         self._secured = secured
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve; a gateway with TLS accepts its connections itself."""
+        await super().startup(sockets if self._secured is None else [])
+        if self._secured is not None and sockets is not None:
+            serve: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+            state = self.server_state
+            named = partial(serve, config=self.config, server_state=state, app_state=self.lifespan.state)
+            self._accepting = asyncio.create_task(self._secured.accept(sockets[0], named, state.connections))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running answers, then close."""
         ending = asyncio.create_task(self._close_idle_connections())
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
-            if self._secured is not None:
-                self._secured.abort()
 
     async def _close_idle_connections(self) -> None:
         """Abort connections without an answer to send: with TLS they wait half a minute for the client's close."""
@@ -85,13 +96,12 @@ def server(config: GatewayConfig) -> GatewayServer:
     expiry = None if config.cert is None else CertificateExpiry(lambda: b"" if present is None else present.pem)
     metrics = GatewayMetrics() if expiry is None else GatewayMetrics(expiry.at)
     app = make_app(config, metrics, expiry)
-    http = partial(BoundedConnection, max_connections=config.max_connections)
     settings = uvicorn.Config(
         app if config.trust_traces else OwnTraces(app),
         lifespan="on",
         log_config=None,
         access_log=False,
-        http=cast(type[asyncio.Protocol], http),
+        http=cast(type[asyncio.Protocol], partial(BoundedConnection, max_connections=config.max_connections)),
         ws="none",
         timeout_graceful_shutdown=math.ceil(config.drain_s),
         ssl_certfile=config.cert,
@@ -102,8 +112,7 @@ def server(config: GatewayConfig) -> GatewayServer:
         settings.load()
         if settings.ssl is not None and config.cert is not None and config.key is not None:
             present = PresentCertificate(settings.ssl, config.cert, config.key)
-            secured = TlsConnections(settings.ssl, http, config.max_connections)
-            settings.http_protocol_class, settings.ssl = cast(type[asyncio.Protocol], secured.accept), None
+            secured = TlsConnections(settings.ssl, config.max_connections)
     except (ssl.SSLError, OSError):
         raise ConfigError(
             f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"

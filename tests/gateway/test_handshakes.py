@@ -63,25 +63,26 @@ async def test_connections_in_their_handshake_count_and_end_in_ten_seconds(redis
         running_router(redis_url) as rig,
         gateway_process(rig.address, *named, "--max-connections", str(MOST)) as gateway,
     ):
-        seconds = await held(gateway.address, 200, 15)
-        assert seconds[-MOST - 1] < 2, "those beyond the number are closed at once"
-        assert all(9.5 < each < 12 for each in seconds[-MOST:])
-        async with httpx.AsyncClient(verify=trusting) as web:
-            assert (await web.get(f"https://{gateway.address}/health")).status_code == 200
+        seconds = await held(gateway.address, 200, 30)
+        assert seconds[-MOST - 1] < 5, "those beyond the number are closed at once"
+        assert all(9.5 < each < 15 for each in seconds[-MOST:])
+        for _ in range(32):  # new connections, each with a handshake of its own
+            async with httpx.AsyncClient(verify=trusting) as web:
+                assert (await web.get(f"https://{gateway.address}/health")).status_code == 200
 
 
 async def test_silent_handshakes_leave_no_trace_and_served_connections_count_beside_them(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_connections, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(tls_connections, "HANDSHAKE_S", 2.0)
     certificate = flags(tmp_path)
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     async with fronted(redis_url, gateway={**certificate, "max_connections": 2}) as front:
         address = front.url.removeprefix("http://")
         async with httpx.AsyncClient(verify=trusting) as web:
             assert (await web.get(f"https://{address}/health")).status_code == 200
-            seconds = await held(address, 4, 5)  # one beside the connection that is open
-            assert seconds[-2] < 0.4 < seconds[-1]
+            seconds = await held(address, 4, 15)  # one beside the connection that is open
+            assert seconds[-2] < 1.5 < seconds[-1]
             assert (await web.get(f"https://{address}/health")).status_code == 200
         for _ in range(4):  # what has ended counts no longer
             async with httpx.AsyncClient(verify=trusting) as web:

@@ -345,7 +345,7 @@ async def test_connections_in_their_handshake_count_and_end_in_time(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those beyond the number are closed at once, the others when the time to agree on a connection is over."""
-    most, within_s, count = 8, 1.0, 40
+    most, within_s, count = 8, 3.0, 40
     shortened = {**dict(server._SERVER), "grpc.server_handshake_timeout_ms": int(within_s * 1000)}
     monkeypatch.setattr(server, "_SERVER", tuple(shortened.items()))
 
@@ -366,7 +366,7 @@ async def test_connections_in_their_handshake_count_and_end_in_time(
             writer.transport.abort()
             return time.monotonic() - began
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             held = sorted(await asyncio.gather(*(seconds() for _ in range(count))))
         assert held[count - most - 1] < within_s / 2
         assert all(within_s * 0.9 < each < within_s + 2 for each in held[count - most :])
