@@ -78,6 +78,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/fleet/",
     "tests/gateway/test_cluster.py",
     "tests/gateway/test_leaving.py",
+    "tests/gateway/test_handshakes.py::test_connections_in_their_handshake_count_and_end_in_ten_seconds",
     "tests/hostile/test_attacks.py",
     "tests/hostile/test_decoders.py",
     "tests/hostile/test_forged_ids.py",

@@ -8,6 +8,7 @@
 
 from outrider.client._async import AsyncClient
 from outrider.client._connection import ConnectionOptions
+from outrider.client._logprobs import LogprobRows, TokenLogprobs
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
@@ -19,7 +20,6 @@ from outrider.client._types import (
     Session,
     StepNode,
     StepTree,
-    TokenLogprobs,
     ToolCall,
     Usage,
 )
@@ -34,6 +34,7 @@ __all__ = [
     "ConnectionOptions",
     "FinishReason",
     "Generation",
+    "LogprobRows",
     "Model",
     "ModelAdapter",
     "Options",

@@ -83,12 +83,12 @@ class AsyncClient:
         if options.get("seed") is None:
             options["seed"] = secrets.randbits(64)
         prompt_read = asyncio.Event()
+        first = self.stream(prompt, timeout=timeout, **options)
 
         async def one(choice: int) -> Generation:
             if choice:
                 await prompt_read.wait()
-            with_choice: Options = {**options, "choice": choice}
-            stream = self.stream(prompt, timeout=timeout, **with_choice)
+            stream = first.with_choice(choice) if choice else first
             async for _ in stream:
                 prompt_read.set()
             return stream.result
@@ -106,7 +106,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Return the answer as a stream. The call starts when the first chunk is awaited."""
         request = _wire.request_to_pb(prompt, **options)
-        return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(request))
+        return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(options))
 
     def resume(
         self,

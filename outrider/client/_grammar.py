@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from outrider.core.json_bounds import check_json
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
 
@@ -36,9 +37,11 @@ def _schema(schema: Any) -> str:
     if not isinstance(made, Mapping):
         raise InvalidRequest("schema", f"is a {type(schema).__name__}, must be a JSON schema or a pydantic model")
     try:
-        return json.dumps(made)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(made)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest("schema", f"is no JSON: {error}") from None
+    check_json("schema", text)
+    return text
 
 
 def _closed(schema: Any) -> Any:

@@ -13,6 +13,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from outrider.client import _wire
 from outrider.client._calls import GeneratingCall
+from outrider.client._logprobs import LogprobRows
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
@@ -61,11 +62,23 @@ class AsyncStream:
         self._call: GeneratingCall | None = None  # the running one
         self._waiting: GeneratingCall | asyncio.Task[None] | None = None
         self._started: pb.Started | None = None
+        self.keeps_answer = True  # set to False before the stream begins: its result has no text, tokens and the like
         self._chunks: list[Chunk] = []
+        self._next: tuple[int, int] | None = None  # position and text offset after the last chunk
         self._result: Generation | None = None
         self._over = False  # nothing is left to cancel
         self._end_reason = ""  # set when this client ended the stream
         self._ending: asyncio.Task[None] | None = None
+
+    def with_choice(self, choice: int) -> AsyncStream:
+        """Return the stream of another choice of a request that has not begun, under an idempotency key of its own."""
+        assert isinstance(self._request, pb.GenerateRequest)
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.sampling.choice, request.idempotency_key = choice, _wire.random_key()
+        stream = AsyncStream(self._router, request, self._timeout, self._schema, self._terms)
+        stream.keeps_answer = self.keeps_answer
+        return stream
 
     @property
     def session_id(self) -> str:
@@ -154,8 +167,11 @@ class AsyncStream:
                 self._started = self._started or event.started
             case "chunk":
                 self._calls = self._moves = 0
-                self._chunks.append(self._next_chunk(event.chunk))
-                return self._chunks[-1]
+                chunk = self._next_chunk(event.chunk)
+                self._next = chunk.next_position, chunk.text_offset
+                if self.keeps_answer:
+                    self._chunks.append(chunk)
+                return chunk
             case "finished":
                 self._result = self._finish(event.finished)
                 self._annotate_span(self._result)
@@ -183,8 +199,8 @@ class AsyncStream:
 
     def _resume_point(self) -> tuple[int, int]:
         """Return the next position and text offset after the last chunk; before the first chunk, the request's."""
-        if self._chunks:
-            return self._chunks[-1].next_position, self._chunks[-1].text_offset
+        if self._next is not None:
+            return self._next
         if isinstance(self._request, pb.ResumeRequest):
             return self._request.next_position, self._request.text_offset
         return 0, 0
@@ -280,7 +296,7 @@ class AsyncStream:
             model=self._started.model,
             session_id=self._started.session_id,
             usage=_wire.usage_from_pb(message.usage),
-            logprobs=tuple(entry for chunk in self._chunks for entry in chunk.logprobs),
+            logprobs=LogprobRows(row for chunk in self._chunks for row in chunk.logprobs.rows),
             generation=self._started.generation,
             cached_tokens=self._started.cached_tokens,
             forked_from=self._started.forked_from,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.core.json_bounds import check_json
 from outrider.core.tools.answer_reader import AnswerTerms
 from outrider.errors import InvalidRequest
 from outrider.v1 import inference_pb2 as pb
@@ -25,11 +26,11 @@ def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
     return pb.Tools(definitions=_json("tools", tools), required=choice == "required", name=name, single=single)
 
 
-def terms_of(request: pb.GenerateRequest) -> AnswerTerms:
-    """Return what the answer to a request may have in it."""
-    tools = json.loads(request.tools.definitions or "[]")
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    return AnswerTerms(tuple(str(it.get("name")) for it in functions if isinstance(it, dict)))
+def terms_of(options: Mapping[str, Any]) -> AnswerTerms:
+    """Return what the answer to a request with these options may have in it."""
+    tools = () if options.get("tool_choice") == "none" else options.get("tools") or ()
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return AnswerTerms(tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping)))
 
 
 def calls_json(field: str, calls: Any) -> str:
@@ -63,6 +64,8 @@ def _json(field: str, values: Any) -> str:
 
 def _dump(field: str, value: Any) -> str:
     try:
-        return json.dumps(value)
+        text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"are no JSON: {error}") from None
+    check_json(field, text)
+    return text

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from outrider.client._grammar import parsed
+from outrider.client._logprobs import NO_ROWS, LogprobRows
 from outrider.core.session.contract import SHARED_NOISE
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
 from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
@@ -25,16 +26,6 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the raw model's, at temperature 1 and before any filter."""
-
-    logprob: float  # of the committed token
-    top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log-probabilities, likeliest first
-    text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
-    top_texts: tuple[bytes, ...] = ()  # of the likeliest tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """New durable tokens, and the new text."""
 
@@ -43,7 +34,7 @@ class Chunk:
     gaps: tuple[float, ...]  # of each token: its lead in log-probability plus noise over the next best; NaN: unknown
     next_position: int  # position after the last token, counted from the first token of the prompt
     text_offset: int  # characters of the answer so far, this chunk included
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request has `logprobs`
+    logprobs: LogprobRows = NO_ROWS  # one for each token, if the request has `logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +88,7 @@ class Generation:
     model: str
     session_id: str
     usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request has `logprobs`
+    logprobs: LogprobRows = NO_ROWS  # one for each token, if the request has `logprobs`
     generation: int = 1  # number in the session, from 1
     cached_tokens: int = 0  # tokens of the prompt whose KV was cached
     forked_from: str = ""  # the session that this session forked from

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from outrider.client._grammar import grammar_of
+from outrider.client._logprobs import LogprobRows
 from outrider.client._tools import calls_json, object_json, tools_of
 from outrider.client._types import (
     Chunk,
@@ -17,7 +18,6 @@ from outrider.client._types import (
     Session,
     StepNode,
     StepTree,
-    TokenLogprobs,
     Usage,
 )
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
@@ -124,7 +124,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         session_id=encodable("session", options.get("session", "")),
         whole_history=options.get("whole_history", False),
         priority=_PRIORITIES[priority],
-        idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or secrets.token_hex(16),
+        idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))
     if variables := options.get("template_variables"):
@@ -155,6 +155,11 @@ def resume_to_pb(session: str, generation: int, next_position: int, text_offset:
         next_position=next_position,
         text_offset=text_offset,
     )
+
+
+def random_key() -> str:
+    """Return an idempotency key that no other request has."""
+    return secrets.token_hex(16)
 
 
 def encodable(field: str, text: str) -> str:
@@ -199,15 +204,7 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
         gaps=tuple(message.gaps) or (math.nan,) * count,  # the token log does not store gaps
         next_position=message.next_position,
         text_offset=message.text_offset,
-        logprobs=tuple(
-            TokenLogprobs(
-                entry.logprob,
-                tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)),
-                entry.text,
-                tuple(entry.top_texts),
-            )
-            for entry in message.logprobs
-        ),
+        logprobs=LogprobRows(entry.SerializeToString() for entry in message.logprobs),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated
 
@@ -12,19 +12,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from outrider.client import Options
+from outrider.client import AsyncStream
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
-from outrider.gateway.bodies import read_body
+from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import body, invalid, response
+from outrider.gateway.held_answers import AnswerBounds, HeldAnswersLimit, answers_of
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
-from outrider.gateway.multiplex import Prompt, streams
+from outrider.gateway.multiplex import streams
 from outrider.gateway.respond import answer, unless_gone
-from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, UnloadAdapter
+from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, ResponseTerms, UnloadAdapter
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.gateway.traces import linked
 from outrider.rpc.certificate_expiry import CertificateExpiry
@@ -38,6 +39,8 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     """
     clients = TenantClients(config)
     keys = KeyCheck(clients.keyless)
+    large = LargeBodies()
+    bounds = AnswerBounds(config.timeout_s)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,6 +54,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
         await clients.close()
 
     app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None, telemetry={"metrics": False})
+    app.add_middleware(HeldAnswersLimit, config=config)
     app.add_middleware(BodyLimit, config=config)
     app.add_middleware(TenantRequestLimit, config=config)
     app.add_middleware(TenantRefusals)
@@ -60,20 +64,31 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     app.add_middleware(metrics.counted)
     app.add_middleware(linked)
 
-    async def answered(
-        parsed: GenerationForm, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
-    ) -> Response:
-        body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
-        groups = streams(clients.client(request), prompts, parsed.n, options, config.timeout_s)
-        return await unless_gone(request, answer(parsed, groups, form, config.pad_stream_s))
+    async def begun(kind: type[GenerationForm], request: Request) -> tuple[ResponseTerms, list[list[AsyncStream]]]:
+        """Return what is asked for, and the streams of the answers. What else the body has is kept by these alone."""
+        body, client = await read_body(request), clients.client(request)
+        async with large.turn(len(body)):
+            parsed = await parse_body(kind, body)
+            body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
+            options = parsed.options()
+            await asyncio.sleep(0)
+            groups = await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
+            terms = parsed.terms
+            del parsed, options
+        await bounds.reserve(answers_of(request), terms, sum(map(len, groups)), client)
+        return terms, groups
+
+    async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
+        terms, groups = await begun(kind, request)
+        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.pad_stream_s))
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(parsed: Annotated[Completion, Depends(read_body(Completion))], request: Request) -> Response:
-        return await answered(parsed, parsed.prompts, parsed.options(), CompletionForm(), request)
+    async def completions(request: Request) -> Response:
+        return await answered(Completion, CompletionForm(), request)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(parsed: Annotated[Chat, Depends(read_body(Chat))], request: Request) -> Response:
-        return await answered(parsed, [None], parsed.options(), ChatForm(), request)
+    async def chat(request: Request) -> Response:
+        return await answered(Chat, ChatForm(), request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Json:
@@ -89,7 +104,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(
-        parsed: Annotated[LoadAdapter, Depends(read_body(LoadAdapter))], request: Request
+        parsed: Annotated[LoadAdapter, Depends(small_body(LoadAdapter))], request: Request
     ) -> PlainTextResponse:
         client, timeout = clients.client(request), config.timeout_s
         name, folder, model = parsed.lora_name, parsed.lora_path, parsed.base_model_name
@@ -98,7 +113,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_adapter(
-        parsed: Annotated[UnloadAdapter, Depends(read_body(UnloadAdapter))], request: Request
+        parsed: Annotated[UnloadAdapter, Depends(small_body(UnloadAdapter))], request: Request
     ) -> PlainTextResponse:
         await clients.client(request).unload_adapter(parsed.lora_name, timeout=config.timeout_s)
         return PlainTextResponse(f"Success: adapter '{parsed.lora_name}' is unloaded.")

@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
 from outrider.gateway.multiplex import ReceivedPart
-from outrider.gateway.schema import GenerationForm
+from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm, StreamedText
 
 PADDED_BYTES = 4096  # of a piece of a padded stream; a longer event has a multiple
@@ -42,7 +42,7 @@ class EventStream(StreamingResponse):
 async def server_sent_events(
     form: ResponseForm,
     head: Json,
-    parsed: GenerationForm,
+    asked: ResponseTerms,
     choices: int,
     first: ReceivedPart,
     parts: AsyncGenerator[ReceivedPart, None],
@@ -54,7 +54,7 @@ async def server_sent_events(
     begun: set[int] = set()
     characters = [0] * choices  # sent so far, of each choice
     ended: dict[int, Generation] = {}
-    no_usage: Json = {"usage": None} if parsed.include_usage else {}  # OpenAI sends it in all events but the last
+    no_usage: Json = {"usage": None} if asked.include_usage else {}  # OpenAI sends it in all events but the last
 
     def event(choice: Json) -> str:
         return _event(serialize.envelope(form.piece, **head, choices=[choice], **no_usage))
@@ -68,7 +68,7 @@ async def server_sent_events(
                 if (opening := form.first(index)) is not None:
                     yield event(opening)
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
-                entries = part.chunk.logprobs if parsed.alternatives is not None else None
+                entries = part.chunk.logprobs if asked.alternatives is not None else None
                 text = StreamedText(index, part.chunk.text, entries, characters[index], part.reader)
                 for piece in form.parts(text):
                     yield event(piece)
@@ -78,9 +78,9 @@ async def server_sent_events(
                 for piece in form.last(index, serialize.reason(part.ended)):
                     yield event(piece)
             part = await anext(parts, None)
-        if parsed.include_usage:
+        if asked.include_usage:
             generations = [ended[index] for index in range(choices)]
-            usage, metrics = serialize.cost(generations, parsed.n), serialize.speculation(generations)
+            usage, metrics = serialize.cost(generations, asked.n), serialize.speculation(generations)
             yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage, **metrics))
     except OutriderError as error:
         yield _event(refusal(error).body)
@@ -123,4 +123,4 @@ async def paced(events: AsyncGenerator[str, None], interval_s: float) -> AsyncGe
 
 
 def _event(content: Json) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+    return f"data: {json.dumps(content, default=list)}\n\n"

@@ -24,7 +24,7 @@ class ReceivedPart:
     reader: Callable[[], AnswerReader] = AnswerReader  # makes what divides the choice's text
 
 
-def streams(
+async def streams(
     client: AsyncClient, prompts: Sequence[Prompt], n: int, options: Options, timeout_s: float
 ) -> list[list[AsyncStream]]:
     """Return the streams of each prompt's choices, which share a seed. No stream has begun.
@@ -39,12 +39,13 @@ def streams(
             )
     seed = options.get("seed")
     seeded: Options = {**options, "seed": secrets.randbits(64) if seed is None else seed}
-
-    def stream(prompt: Prompt, choice: int) -> AsyncStream:
-        with_choice: Options = {**seeded, "choice": choice}
-        return client.stream(prompt, timeout=timeout_s, **with_choice)
-
-    return [[stream(prompt, choice) for choice in range(n)] for prompt in prompts]
+    groups = []
+    for prompt in prompts:
+        first = client.stream(prompt, timeout=timeout_s, **seeded)
+        first.keeps_answer = False  # what has to be kept `respond.answer` collects
+        groups.append([first, *(first.with_choice(choice) for choice in range(1, n))])
+        await asyncio.sleep(0)  # a request may have megabytes: others have their turns in between
+    return groups
 
 
 async def merged(groups: Sequence[Sequence[AsyncStream]]) -> AsyncGenerator[ReceivedPart, None]:

@@ -7,52 +7,65 @@ import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response, StreamingResponse
 
-from outrider.client import AsyncStream, Generation
+from outrider.client import AsyncStream, Generation, LogprobRows
 from outrider.errors import Cancelled
 from outrider.gateway import serialize
+from outrider.gateway.answer_body import body_pieces
 from outrider.gateway.event_stream import EventStream, paced, server_sent_events
+from outrider.gateway.held_answers import HeldAnswers
 from outrider.gateway.multiplex import merged
-from outrider.gateway.schema import GenerationForm
+from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm
 
 
 async def answer(
-    parsed: GenerationForm,
+    asked: ResponseTerms,
     groups: Sequence[Sequence[AsyncStream]],
     form: ResponseForm,
+    held: HeldAnswers,
     pad_stream_s: float | None = None,
 ) -> Response:
     """Return the response with all choices of all prompts, complete or as a stream of events, which with `pad_stream_s`
-    is padded and paced.
+    is padded and paced. Complete answers are kept compactly and count to `held`; their JSON is made while it is sent.
 
     Raises the SDK's errors; for a stream of events, only those before the first part.
     """
     count = sum(map(len, groups))
-    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": parsed.model, "created": int(time.time())}
+    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": asked.model, "created": int(time.time())}
     parts = merged(groups)
-    if parsed.stream:
+    if asked.stream:
         try:
             first = await anext(parts)  # a refused request gets its own HTTP status, not an event
         except BaseException:
             await parts.aclose()
             raise
-        events = server_sent_events(form, head, parsed, count, first, parts)
+        events = server_sent_events(form, head, asked, count, first, parts)
         return EventStream(events if pad_stream_s is None else paced(events, pad_stream_s), parts)
     ended: dict[int, Generation] = {}
+    texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
     async with aclosing(parts):
         async for part in parts:
+            if part.chunk is not None:
+                held.add(part.chunk)
+                texts[part.index].write(part.chunk.text)
+                rows[part.index].extend(part.chunk.logprobs.rows)
             if part.ended is not None:
                 ended[part.index] = part.ended
-    generations = [ended[index] for index in range(count)]
-    choices = [form.complete(index, generation) for index, generation in enumerate(generations)]
-    usage = serialize.cost(generations, parsed.n)
+    generations = [
+        replace(ended[index], text=texts[index].getvalue(), logprobs=LogprobRows(rows[index])) for index in range(count)
+    ]
+    choices = (form.complete(index, generation) for index, generation in enumerate(generations))
+    usage = serialize.cost(generations, asked.n)
     metrics = serialize.speculation(generations)
-    return JSONResponse(serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics))
+    content = serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics)
+    return StreamingResponse(body_pieces(content), media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

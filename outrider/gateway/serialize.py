@@ -1,9 +1,9 @@
-"""Serializes the SDK's results in OpenAI's format."""
+"""Serializes the SDK's results in OpenAI's format. Lists of tokens are iterators (see `json_pieces`)."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
@@ -224,9 +224,9 @@ def models(entries: Sequence[Model]) -> list[Json]:
     return [it for entry in entries for it in (model(entry), *(adapter(one, entry.context) for one in entry.adapters))]
 
 
-def envelope(kind: str, id_: str, model: str, created: int, choices: Sequence[Json], **more: Any) -> Json:
+def envelope(kind: str, id_: str, model: str, created: int, choices: Iterable[Json], **more: Any) -> Json:
     """Return the response object around some choices."""
-    return {"id": id_, "object": kind, "created": created, "model": model, "choices": [*choices], **more}
+    return {"id": id_, "object": kind, "created": created, "model": model, "choices": iter(choices), **more}
 
 
 def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:
@@ -234,23 +234,22 @@ def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:
 
     `offset`: characters before the first token.
     """
-    texts = [_shown(entry.text) for entry in entries]
-    offsets = [offset + length for length in accumulate((len(text) for text in texts[:-1]), initial=0)]
+    texts = (_shown(entry.text) for entry in entries[:-1])
     return {
-        "tokens": texts,
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
+        "tokens": (_shown(entry.text) for entry in entries),
+        "token_logprobs": (entry.logprob for entry in entries),
+        "top_logprobs": (
             {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
             for entry in entries
-        ],
-        "text_offset": offsets,
+        ),
+        "text_offset": accumulate(map(len, texts), initial=offset),
     }
 
 
 def _rows(entries: Sequence[TokenLogprobs]) -> Json:
     """Return log-probabilities in the format of chats: one object for each token."""
     return {
-        "content": [
+        "content": (
             {
                 **_row(entry.text, entry.logprob),
                 "top_logprobs": [
@@ -258,7 +257,7 @@ def _rows(entries: Sequence[TokenLogprobs]) -> Json:
                 ],
             }
             for entry in entries
-        ],
+        ),
         "refusal": None,
     }
 

@@ -20,6 +20,7 @@ from outrider.gateway.app import make_app
 from outrider.gateway.connections import BoundedConnection
 from outrider.gateway.https import NO_PASSWORD, PresentCertificate
 from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.tls_connections import TlsConnections
 from outrider.gateway.traces import OwnTraces
 from outrider.rpc.certificate_expiry import CertificateExpiry
 
@@ -46,13 +47,27 @@ async def serve(config: GatewayConfig, *, announce: Callable[[str], None]) -> No
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that does not handle signals, and whose shutdown ends when the running answers have ended."""
 
-    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics, secured: TlsConnections | None) -> None:
         super().__init__(config)
         self.metrics = metrics
+        self._secured = secured
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve; a gateway with TLS accepts its connections itself."""
+        await super().startup(sockets if self._secured is None else [])
+        if self._secured is not None and sockets is not None:
+            serve: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+            state = self.server_state
+            named = partial(serve, config=self.config, server_state=state, app_state=self.lifespan.state)
+            self._accepting = asyncio.create_task(self._secured.accept(sockets[0], named, state.connections))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running answers, then close."""
         ending = asyncio.create_task(self._close_idle_connections())
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
         try:
             await super().shutdown(sockets)
         finally:
@@ -77,6 +92,7 @@ class GatewayServer(uvicorn.Server):
 def server(config: GatewayConfig) -> GatewayServer:
     """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
     present: PresentCertificate | None = None
+    secured: TlsConnections | None = None
     expiry = None if config.cert is None else CertificateExpiry(lambda: b"" if present is None else present.pem)
     metrics = GatewayMetrics() if expiry is None else GatewayMetrics(expiry.at)
     app = make_app(config, metrics, expiry)
@@ -96,11 +112,12 @@ def server(config: GatewayConfig) -> GatewayServer:
         settings.load()
         if settings.ssl is not None and config.cert is not None and config.key is not None:
             present = PresentCertificate(settings.ssl, config.cert, config.key)
+            secured = TlsConnections(settings.ssl, config.max_connections)
     except (ssl.SSLError, OSError):
         raise ConfigError(
             f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"
         ) from None
-    return GatewayServer(settings, metrics)
+    return GatewayServer(settings, metrics, secured)
 
 
 def bound(address: str) -> socket.socket:

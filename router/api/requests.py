@@ -13,6 +13,7 @@ from typing import Any
 from outrider.config import RouterConfig
 from outrider.core.control.goodput import AcceptancePriors
 from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
 from outrider.core.tools.formats import Tools, read_calls, read_tools
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
@@ -25,6 +26,7 @@ from router.api.chat_template import NO_VARIABLES, TemplateMessage
 from router.api.served_models import ServedModel
 from router.scheduling.fair_queue import QueueClass
 
+JSON_KINDS = ("json_schema", "choices")  # grammars whose text is JSON
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
@@ -126,13 +128,14 @@ def parse(
     model = find_model(requested.name, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
-    tools = _tools(request, model)
-    contract = replace(_contract(request.sampling, request.acceptance, model, tools), adapter=requested.adapter)
+    bounds = JsonBounds()
+    tools = _tools(request, model, bounds)
+    contract = replace(_contract(request.sampling, request.acceptance, model, tools, bounds), adapter=requested.adapter)
     known = priors(model, contract) if priors is not None else None
     context = longest_context(model.name)
     return GenerateParams(
         model=model,
-        prompt=_prompt(request, model, context, tools),
+        prompt=_prompt(request, model, context, tools, bounds),
         contract=contract,
         stops=_stops(request.sampling.stop),
         policy=_policy(request.speculation, config, known),
@@ -216,20 +219,20 @@ def _priority(value: int) -> QueueClass:
     return PRIORITIES[value]
 
 
-def _tools(request: inference_pb2.GenerateRequest, model: ServedModel) -> Tools | None:
+def _tools(request: inference_pb2.GenerateRequest, model: ServedModel, bounds: JsonBounds) -> Tools | None:
     if not request.HasField("tools"):
         return None
     if not request.messages:
         raise InvalidRequest("tools", "are for messages, whose chat template shows them to the model")
     asked = request.tools
-    tools = read_tools(asked.definitions, required=asked.required, name=asked.name, single=asked.single)
+    tools = read_tools(asked.definitions, bounds, required=asked.required, name=asked.name, single=asked.single)
     if not model.form.tool_format:
         raise InvalidRequest("tools", f"model {model.name!r} has no chat template that knows tools")
     return tools
 
 
 def _prompt(
-    request: inference_pb2.GenerateRequest, model: ServedModel, context: int, tools: Tools | None
+    request: inference_pb2.GenerateRequest, model: ServedModel, context: int, tools: Tools | None, bounds: JsonBounds
 ) -> str | tuple[int, ...] | Conversation:
     kind = request.WhichOneof("prompt")
     if request.messages:
@@ -237,8 +240,8 @@ def _prompt(
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
         characters = sum(len(message.content) + len(message.tool_calls) for message in request.messages)
         characters += len(request.tools.definitions)
-        variables = _template_variables(request.template_variables)
-        return Conversation(tuple(_messages(request.messages)), tools, variables, characters)
+        variables = _template_variables(request.template_variables, bounds)
+        return Conversation(tuple(_messages(request.messages, bounds)), tools, variables, characters)
     if request.template_variables:
         raise InvalidRequest("template_variables", "are for messages, which a chat template turns into a prompt")
     if kind == "token_ids":
@@ -258,15 +261,16 @@ def _prompt(
     return prompt
 
 
-def _template_variables(text: str) -> Mapping[str, Any]:
+def _template_variables(text: str, bounds: JsonBounds) -> Mapping[str, Any]:
     """Return the inputs of a chat template beside messages and tools. Raises InvalidRequest."""
     if not text:
         return NO_VARIABLES
     if len(text) > MAX_VARIABLES:
         raise InvalidRequest("template_variables", f"have {len(text)} characters, must have at most {MAX_VARIABLES}")
+    bounds.check("template_variables", text)
     try:
         variables = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequest("template_variables", f"are no JSON: {error}") from None
     if not isinstance(variables, dict):
         raise InvalidRequest("template_variables", 'must be an object, for example {"enable_thinking": false}')
@@ -276,11 +280,12 @@ def _template_variables(text: str) -> Mapping[str, Any]:
     return variables
 
 
-def _messages(messages: Iterable[inference_pb2.Message]) -> Iterator[TemplateMessage]:
+def _messages(messages: Iterable[inference_pb2.Message], bounds: JsonBounds) -> Iterator[TemplateMessage]:
     for index, message in enumerate(messages):
         if not message.role:
             raise InvalidRequest(f"messages[{index}].role", "is empty, must be a role, for example user")
-        calls = read_calls(f"messages[{index}].tool_calls", message.tool_calls) if message.tool_calls else ()
+        field, written = f"messages[{index}].tool_calls", message.tool_calls
+        calls = read_calls(field, written, bounds) if written else ()
         yield TemplateMessage(message.role, message.content, calls, message.tool_call_id)
 
 
@@ -292,11 +297,17 @@ def empty_prompt() -> InvalidRequest:
 
 
 def _contract(
-    sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel, tools: Tools | None
+    sampling: inference_pb2.Sampling,
+    acceptance: inference_pb2.Acceptance,
+    model: ServedModel,
+    tools: Tools | None,
+    bounds: JsonBounds,
 ) -> Contract:
     terms = _given(sampling) | _given(acceptance)
     max_tokens = terms.get("max_tokens", DEFAULT_MAX_TOKENS)
     grammar = grammar_from_pb(sampling.grammar) if sampling.HasField("grammar") else None
+    if grammar is not None and grammar.kind in JSON_KINDS:
+        bounds.check("grammar.text", grammar.text)
     if tools is not None and tools.forced:
         if grammar is not None:
             raise InvalidRequest("tools", "that have to be called do not go with a grammar of the answer")

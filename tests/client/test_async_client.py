@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,25 @@ async def test_what_is_no_message_is_named(router: ScriptedRouter, message: obje
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.InvalidRequest, match=problem):
             await client.generate(messages=[{"role": "user", "content": "x"}, message])  # type: ignore[list-item]
+    assert router.requests == []
+
+
+def nested(levels: int) -> Any:
+    inner: Any = {}
+    for _ in range(levels):
+        inner = {"a": inner}
+    return inner
+
+
+@pytest.mark.parametrize("levels", [64, 100_000])
+@pytest.mark.parametrize("field", ["schema", "tools", "template_variables"])
+async def test_json_that_is_too_deep_is_refused_by_name(router: ScriptedRouter, field: str, levels: int) -> None:
+    value = [nested(levels)] if field == "tools" else nested(levels)
+    options: Any = {"messages": [{"role": "user", "content": "x"}], field: value}
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.InvalidRequest) as raised:
+            await client.generate(**options)
+    assert raised.value.field == field
     assert router.requests == []
 
 

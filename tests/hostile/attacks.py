@@ -130,12 +130,14 @@ class Attacker:
         finally:
             stream.cancel()
 
-    async def post(self, body: bytes, *, key: str | None = None, pause_s: float = 0.0) -> None:
+    async def post(
+        self, body: bytes, *, key: str | None = None, pause_s: float = 0.0, path: str = "/v1/completions"
+    ) -> None:
         """Post a completion to the gateway; with a pause, a byte at a time."""
         host, _, port = self.target.gateway.rpartition(":")
         key = self.target.key if key is None else key
         fields = ("host: x", f"authorization: Bearer {key}", "content-type: application/json", "connection: close")
-        head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, f"content-length: {len(body)}", "", ""))
+        head = "\r\n".join((f"POST {path} HTTP/1.1", *fields, f"content-length: {len(body)}", "", ""))
         status = "broken off"
         self.outcome.begun += 1
         with suppress(OSError):
@@ -221,6 +223,29 @@ async def _gateway_bodies(attacker: Attacker) -> None:
         attacker.at_once(40, lambda _: attacker.post(bodies[1], pause_s=0.5)),
         attacker.at_once(20, lambda number: attacker.post((prompts, copies)[number % 2])),
     )
+
+
+async def _gateway_json(attacker: Attacker) -> None:
+    """Bodies of which a parser would make a hundred times their bytes, or none because its stack ends."""
+    deep = '{"a":' * 150 + "1" + "}" * 150
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{deep}}}}}'
+    chat = '{"model":"target","messages":[{"role":"user","content":"x"}],'
+    made = [
+        chat + '"tools":[' + ",".join([tool] * (4 * MIB // len(tool) - 1)) + "]}",
+        chat + '"metadata":{' + ",".join(['"":0'] * (MIB // 6)) + "}}",
+        chat + '"guided_json":' + "[" * 20_000 + "]" * 20_000 + "}",
+        chat + '"chat_template_kwargs":' + "[" * MIB,
+        chat + '"tools":[' + ",".join(["{}"] * 4096) + "]}",
+    ]
+    bodies = [text[: 4 * MIB].encode() for text in made] + [text[: MIB // 16 - 64].encode() for text in made]
+    await attacker.at_once(40, lambda number: attacker.post(bodies[number % len(bodies)], path="/v1/chat/completions"))
+
+
+async def _gateway_answers(attacker: Attacker) -> None:
+    """Many answers with all log-probabilities, complete and streamed."""
+    asked = {"model": "target", "prompt": "x", "max_tokens": 900, "logprobs": 20}
+    bodies = [json.dumps({**asked, "n": n, "stream": stream}).encode() for n in (8, 128) for stream in (False, True)]
+    await attacker.at_once(20, lambda number: attacker.post(bodies[number % len(bodies)]))
 
 
 async def _router_without_key(attacker: Attacker) -> None:
@@ -516,6 +541,8 @@ ATTACKS: dict[str, Attack] = {
     CONTROL: _nothing,
     "gateway-without-key": _gateway_without_key,
     "gateway-bodies": _gateway_bodies,
+    "gateway-json": _gateway_json,
+    "gateway-answers": _gateway_answers,
     "router-without-key": _router_without_key,
     "connections": _connections,
     "invalid-requests": _invalid_requests,

@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
+from outrider.rpc import server
 from outrider.rpc.authorization import ALLOWED_ROLES
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.certificates import make, renew
 from outrider.rpc.channels import open_channel
-from outrider.rpc.server import METADATA_BYTES, serving
+from outrider.rpc.server import METADATA_BYTES, ServerLimits, serving
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import NAMES, SERVER, VERIFIER, Tls
 from outrider.v1 import drafter_pb2, inference_pb2, verifier_pb2
@@ -338,3 +339,37 @@ def test_files_that_do_not_fit_are_refused_with_their_names(
 
 def test_a_private_key_is_not_in_what_is_shown_of_it(folders: dict[str, Path]) -> None:
     assert "PRIVATE" not in repr(certificate(folders["ours"], "router"))
+
+
+async def test_connections_in_their_handshake_count_and_end_in_time(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those beyond the number are closed at once, the others when the time to agree on a connection is over."""
+    most, within_s, count = 8, 3.0, 40
+    shortened = {**dict(server._SERVER), "grpc.server_handshake_timeout_ms": int(within_s * 1000)}
+    monkeypatch.setattr(server, "_SERVER", tuple(shortened.items()))
+
+    def register(added: grpc.aio.Server) -> list[str]:
+        add_VerifierServicer_to_server(VerifierServicer(), added)
+        return []
+
+    tls, limits = certificate(folders["ours"], "router"), ServerLimits(connections=most)
+    async with serving("127.0.0.1:0", register, drain_s=0, tls=tls, mutual=False, limits=limits) as address:
+        host, _, port = address.rpartition(":")
+
+        async def seconds() -> float:
+            began = time.monotonic()
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with suppress(ConnectionError):
+                while await reader.read(1024):
+                    pass
+            writer.transport.abort()
+            return time.monotonic() - began
+
+        async with asyncio.timeout(20):
+            held = sorted(await asyncio.gather(*(seconds() for _ in range(count))))
+        assert held[count - most - 1] < within_s / 2
+        assert all(within_s * 0.9 < each < within_s + 2 for each in held[count - most :])
+        async with open_channel(address, Tls(ca=tls.ca), server_name="localhost") as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
 
@@ -73,11 +74,15 @@ def format_of(template: str, name: str = "") -> ToolFormat | None:
     return next((each for each in FORMATS.values() if all(mark in template for mark in each.marks)), None)
 
 
-def read_tools(definitions: str, *, required: bool = False, name: str = "", single: bool = False) -> Tools:
-    """Return a request's tools. Raises InvalidRequest for what are no functions in OpenAI's form."""
+def read_tools(
+    definitions: str, bounds: JsonBounds, *, required: bool = False, name: str = "", single: bool = False
+) -> Tools:
+    """Return a request's tools; `bounds` are those of its JSON. Raises InvalidRequest for what are no functions in
+    OpenAI's form."""
+    bounds.check("tools", definitions)
     try:
         tools = json.loads(definitions)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequest("tools", f"are no JSON: {error}") from None
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise InvalidRequest("tools", f"must be a list of 1 to {MAX_TOOLS} functions")
@@ -148,23 +153,27 @@ def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def read_calls(field: str, text: str) -> tuple[dict[str, Any], ...]:
+def read_calls(field: str, text: str, bounds: JsonBounds) -> tuple[dict[str, Any], ...]:
     """Return the calls of an earlier message as chat templates take them: their arguments are objects, not text.
+    `bounds` are those of the request's JSON.
 
     Raises InvalidRequest naming the field for what are no calls in OpenAI's form.
     """
     try:
-        calls = json.loads(text)
-        return tuple(_with_object(call) for call in calls)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        bounds.check(field, text)
+        return tuple(_with_object(field, call, bounds) for call in json.loads(text))
+    except (ValueError, TypeError, LookupError, AttributeError):
         form = '[{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}, ...]'
         raise InvalidRequest(field, f"must be calls: {form}") from None
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(field: str, call: Mapping[str, Any], bounds: JsonBounds) -> dict[str, Any]:
     function = dict(call["function"])
     arguments = function.get("arguments") or "{}"
-    function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        bounds.check(field, arguments)
+        arguments = json.loads(arguments)
+    function["arguments"] = arguments
     if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
         raise TypeError
     return {**call, "function": function}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from outrider.core.json_bounds import JsonBounds
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.core.tools.call_reader import CallReader
@@ -121,7 +122,7 @@ def test_the_form_follows_from_the_template() -> None:
     ("text", "problem"),
     [
         ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "64 levels"),
         ("[]", "a list of 1 to 128"),
         ("{}", "a list of 1 to 128"),
         (json.dumps([function("a")] * 2), "names that differ"),
@@ -133,12 +134,12 @@ def test_the_form_follows_from_the_template() -> None:
 )
 def test_what_is_no_tool_is_refused_by_name(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        read_tools(text, name="b")
+        read_tools(text, JsonBounds(), name="b")
 
 
 def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": '{"zone": "here"}'}}
-    (seen,) = read_calls("x", json.dumps([call]))
+    (seen,) = read_calls("x", json.dumps([call]), JsonBounds())
     assert seen["function"] == {"name": "time", "arguments": {"zone": "here"}}
     assert seen["id"] == "1"
 
@@ -148,4 +149,4 @@ def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
 )
 def test_what_are_no_calls_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[2\].tool_calls"):
-        read_calls("messages[2].tool_calls", text)
+        read_calls("messages[2].tool_calls", text, JsonBounds())
