@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 
+from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.core.tools.formats import FORMATS, calls_grammar, read_tools
 from outrider.errors import InvalidRequest
@@ -147,7 +148,7 @@ def _tools(rng: random.Random) -> FuzzedGrammar:
     ]
     form = FORMATS[rng.choice(("hermes", "llama3"))]
     try:
-        tools = read_tools(json.dumps(definitions), required=True, single=True)
+        tools = read_tools(json.dumps(definitions), JsonBounds(), required=True, single=True)
         grammar = calls_grammar(form, tools, lambda text: None)
     except InvalidRequest:
         return _garbage(rng)

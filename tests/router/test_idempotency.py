@@ -4,6 +4,8 @@ to requests that are equal."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from contextlib import suppress
 from typing import Any
 
@@ -122,13 +124,17 @@ async def test_equal_requests_at_once_get_one_answer_from_either_router(redis_ur
     ):
 
         async def answer(rig: Rig) -> str:
-            while True:
+            for attempt in itertools.count():
                 events: list[pb.GenerateResponse] = []
                 with suppress(grpc.aio.AioRpcError):  # another call took the generation over
                     await drain(rig.stub.Generate(asked()), events)
                 if events and events[-1].HasField("finished"):
                     assert [token for event in events for token in event.chunk.token_ids] == SCRIPT[:4]
                     return events[0].started.session_id
+                await asyncio.sleep(
+                    random.uniform(0.0, 0.05 * attempt)
+                )  # or they interrupt one another for ever
+            raise AssertionError
 
         found = set(await asyncio.gather(*(answer(rig) for rig in (one, two) * 8)))
         assert len(found) == 1

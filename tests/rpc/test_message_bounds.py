@@ -149,10 +149,10 @@ def test_messages_that_take_each_others_place_count_each() -> None:
 
 def test_a_message_beyond_the_fields_is_refused_within_a_moment() -> None:
     data = bytes([6 << 3 | 2, 0]) * (DRAFTS.size // 2)
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(InvalidRequest, match=f"at most {MAX_FIELDS} fields"):
         decode(pb.DraftUp, DRAFTS, data)
-    assert time.process_time() - began < 0.5  # to parse it takes more than a second
+    assert time.thread_time() - began < 0.5  # to parse it takes more than a second
 
 
 def test_a_short_message_is_not_counted() -> None:

@@ -122,7 +122,7 @@ def test_sources_that_give_nothing_are_refused(corpus: Path, tmp_path: Path) -> 
 
 def test_a_tokenizer_that_is_none_is_refused(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.rest"
-    refused(run(corpus, output=output, tokenizer=tmp_path), "tokenizer.json: No such file", "checkpoint")
+    refused(run(corpus, output=output, tokenizer=tmp_path), "tokenizer.json: missing", "checkpoint")
     (tmp_path / "tokenizer.json").write_text("{}")
     refused(run(corpus, output=output, tokenizer=tmp_path), "not a tokenizer")
 

@@ -40,7 +40,7 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
         (worker,) = await worker_pool.verifiers(MODEL.name)
         await worker_pool.channel(worker).close()
         with pytest.raises(grpc.aio.UsageError, match="closed"):
-            async with open_stream(router, opened, token_log, contract, OFF, "", lambda _: None):
+            async with open_stream(router, opened, token_log, contract, OFF, "", lambda _: None, []):
                 pass
         assert worker_pool.sessions(worker) == 0
     await worker_pool.close()
