@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,8 +105,12 @@ class DraftStreamServicer:
 
     async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Serves one drafter's stream for as long as it is open."""
-        async with errors_as_status(context), self._counting():
-            frames = liveness.monitored(requests, "the drafter")
+        async with (
+            errors_as_status(context),
+            self._counting(),
+            aclosing(aiter(requests)) as messages,  # type: ignore[type-var]  # gRPC's are generators
+            aclosing(liveness.monitored(messages, "the drafter")) as frames,
+        ):  # closed at once: a generator that waits holds the latest message, and the garbage collector is late
             stream = await self._greet(frames, context)
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))

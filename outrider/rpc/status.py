@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -152,10 +153,12 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> Async
     try:
         yield
     except OutriderError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the message; see `abort`
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
-    except DecodeError:
+    except DecodeError as error:
+        traceback.clear_frames(error.__traceback__)
         await abort(context, InvalidRequest("message", "is not one of this protocol: its bytes do not parse"))
     except (grpc.aio.InternalError, grpc.aio.UsageError):  # a write after the end of the call: the peer is gone
         raise asyncio.CancelledError from None

@@ -23,13 +23,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider.core.session.digest import tokenizer_digest
+from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1 import inference_pb2 as pb
-from outrider.v1 import types_pb2
 
 MIB = 2**20
 WRONG_KEY = "outrider_" + "x" * 43
 SERVICE = "/outrider.v1.Inference"
 HEALTH = "/grpc.health.v1.Health/Check"
+DRAFT = "/outrider.v1.TreeSink/Draft"
 NICE = 10  # a tenth of the share of a process with 0
 CHANNELS = 10  # of one attack
 CALL_S = 30.0  # deadline of a call
@@ -49,6 +51,7 @@ class Target:
     seconds: float
     router: str
     gateway: str
+    verifier: str
     key: str  # of the attacker's tenant
     sessions: list[str]  # of another tenant
     idempotency_key: str  # of another tenant
@@ -522,6 +525,35 @@ async def _adapters(attacker: Attacker) -> None:
     )
 
 
+async def _frames(attacker: Attacker) -> None:
+    """Frames to the verifier that would take far more memory than they have bytes, as a drafter's without a ticket: one
+    after the other, since each stream may have one of 16 MiB on the way."""
+    digest = tokenizer_digest((Path(__file__).parents[2] / "models/target/tokenizer.json").read_bytes())
+    greeting = drafter_pb2.Hello(drafter_id="drafter-00c0ffee", tokenizer_digest=digest)
+    hello = drafter_pb2.DraftUp(hello=greeting).SerializeToString()
+    listed, in_turn = bytes([6 << 3 | 2, 0]), bytes([2 << 3 | 2, 0, 3 << 3 | 2, 0])
+    frames = (listed * (8 * MIB - 64), in_turn * (4 * MIB - 64), b"\xff" * MIB, listed * 30_000)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+
+    async def draft(number: int) -> None:
+        async with grpc.aio.insecure_channel(attacker.target.verifier, options) as channel:
+            stream: Any = channel.stream_stream(DRAFT)(timeout=CALL_S)
+            attacker.outcome.begun += 1
+            try:
+                if number % 2:
+                    await stream.write(hello)
+                await stream.write(frames[number // 2 % len(frames)])
+                while (answer := await stream.read()) is not grpc.aio.EOF:
+                    attacker.receive(answer)
+                attacker.codes["Draft OK"] += 1
+            except asyncio.InvalidStateError:  # it has ended before all was sent
+                attacker.codes["Draft ended"] += 1
+            except grpc.aio.AioRpcError as error:
+                attacker.codes[f"Draft {error.code().name}"] += 1
+
+    await attacker.at_once(1, draft)
+
+
 async def _nothing(attacker: Attacker) -> None:
     """Computes and sends nothing: what the attacker's own use of the processors costs the others."""
     while True:
@@ -557,6 +589,7 @@ ATTACKS: dict[str, Attack] = {
     "answers": _answers,
     "long-prompts": _long_prompts,
     "grammars": _grammars,
+    "frames": _frames,
     "adapters": _adapters,
 }
 

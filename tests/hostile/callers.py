@@ -152,6 +152,7 @@ class Besieged:
             seconds=seconds,
             router=self._cluster.router_address,
             gateway=self._cluster.processes["gateway"].address,
+            verifier=self._cluster.processes["verifier-0"].address,
             key=self._bad,
             sessions=[kept.session_id],
             idempotency_key=IDEMPOTENCY_KEY + name,

@@ -131,9 +131,7 @@ async def test_equal_requests_at_once_get_one_answer_from_either_router(redis_ur
                 if events and events[-1].HasField("finished"):
                     assert [token for event in events for token in event.chunk.token_ids] == SCRIPT[:4]
                     return events[0].started.session_id
-                await asyncio.sleep(
-                    random.uniform(0.0, 0.05 * attempt)
-                )  # or they interrupt one another for ever
+                await asyncio.sleep(random.uniform(0.0, 0.05 * attempt))  # or they interrupt one another for ever
             raise AssertionError
 
         found = set(await asyncio.gather(*(answer(rig) for rig in (one, two) * 8)))
