@@ -60,7 +60,7 @@ FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: ove
 LEAST_SHARE = 4
 ID_CHARACTERS = 8  # of sessions that estimates() names
 MAX_LISTED = 200
-GRAMMARS_S = 0.005  # for which a step waits for grammars' processes
+GRAMMARS_S = 0.01  # for which a step waits for grammars' processes
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ KEPT_BYTES = 256 << 20  # that these take
 KEPT_REFUSALS = 256  # of grammars that cannot be compiled
 MAX_PROCESSES = 256
 MAX_BYTES = 512 << 20  # of all compiled grammars, from which no more are taken on
-TENANT_SHARE = 0.5  # of both that one tenant may have
+TENANT_SHARE = 0.5  # of what others leave of both, that one tenant may have
 MAX_COMPILING = 64  # grammars of a tenant that are compiled, one after the other
-PIECE = 256  # tokens of an answer that are followed at a time
 
 _Key = tuple[str, bytes]  # tenant, and digest of the grammar
 
@@ -111,8 +110,7 @@ class GrammarCompiler:
         if found is not None and found.connection.failure is None:
             self._compiled.move_to_end(key)
             return found
-        queue = self._queues.setdefault(tenant, [])
-        if len(queue) >= MAX_COMPILING:
+        if len(self._queues.get(tenant, ())) >= MAX_COMPILING:
             raise Overloaded(f"{MAX_COMPILING} of your grammars wait to be compiled; retry in a second")
         self._make_room(tenant)
         found = self._compiled[key] = _Compiled(key, self._processes.start())
@@ -124,6 +122,7 @@ class GrammarCompiler:
             grammar.text,
             grammar.reasoning,
         )
+        queue = self._queues.setdefault(tenant, [])
         queue.append(found)
         if len(queue) == 1:
             found.compile()
@@ -162,9 +161,11 @@ class GrammarCompiler:
             oldest.connection.close()
             del self._compiled[oldest.key]
         used = [it for it in self._compiled.values() if not it.ready or it.places]
-        for processes, share in ((used, 1.0), ([it for it in used if it.key[0] == tenant], TENANT_SHARE)):
-            if len(processes) >= MAX_PROCESSES * share or sum(it.bytes for it in processes) > MAX_BYTES * share:
-                raise Overloaded("the grammars of running answers take all that there is for them; retry in a second")
+        own = [it for it in used if it.key[0] == tenant]
+        processes = MAX_PROCESSES - len(used) + len(own)
+        room = MAX_BYTES - sum(it.bytes for it in used) + sum(it.bytes for it in own)
+        if len(own) >= TENANT_SHARE * processes or sum(it.bytes for it in own) >= TENANT_SHARE * room:
+            raise Overloaded("the grammars of your running answers take all that there is for them; retry in a second")
 
     async def _done(self, compiled: _Compiled) -> None:
         if not compiled.ready:
@@ -177,18 +178,16 @@ class GrammarCompiler:
     def _place(self, compiled: _Compiled, answer: Sequence[int], *, lenient: bool = False) -> GrammarPlace:
         compiled.places += 1
         compiled.places_begun += 1
-        place = GrammarPlace(
+        return GrammarPlace(
             compiled.connection,
             compiled.places_begun,
             self._vocabulary,
             self._patience,
             compiled.leave,
+            answer,
             lenient=lenient,
             eager=self._eager,
         )
-        for start in range(0, len(answer), PIECE):
-            place.extend(answer[start : start + PIECE])
-        return place
 
 
 class GrammarUsage(NamedTuple):

@@ -20,6 +20,8 @@ MAX_OVERRUNS = 2  # steps that take longer: the session fails
 SLOW_TOKENS = 64  # after an answer that was late, until nodes are verified again
 KEPT_MASKS = 32
 MAX_UNANSWERED = 64  # requests, beyond which masks are not asked for
+PIECE = 256  # tokens of an answer that are followed at a time
+MAX_BEHIND = 128  # commits that the process may be behind a drafter's text
 TOO_SLOW = "takes too much time to follow; simplify it"
 
 _Path = tuple[int, ...]
@@ -59,13 +61,14 @@ class GrammarPlace(GrammarState):
         vocabulary: int,
         patience: Patience | None,
         on_close: Callable[[], None],
+        answer: Sequence[int],
         *,
-        lenient: bool = False,
-        eager: bool = False,
+        lenient: bool,
+        eager: bool,
     ) -> None:
-        """`number`: of the place, in its process; `patience`: None: it waits as long as it takes; `lenient`: what is
-        not known in time is allowed, instead of GrammarDelayed; `eager`: a step needs to know what may follow before
-        it begins."""
+        """`number`: of the place, in its process; `patience`: None: it waits as long as it takes; `answer`: tokens that
+        it is behind; `lenient`: what is not known in time is allowed, instead of GrammarDelayed; `eager`: a step needs
+        to know what may follow before it begins."""
         self.failure: OutriderError | None = None
         self.on_change: Callable[[], None] = _nothing
         self._connection = connection
@@ -75,6 +78,7 @@ class GrammarPlace(GrammarState):
         self._lenient = lenient
         self._eager = eager
         self._version = 0  # how often it was extended
+        self._answered = 0  # version of the latest answer
         self._masks: dict[_Path, bytes | None] = {}  # by path; None: requested
         self._forced: list[int] | None = None  # None: not known yet
         self._seconds = 0.0  # of the processor, since it was extended
@@ -83,8 +87,11 @@ class GrammarPlace(GrammarState):
         self._unanswered = 0  # requests
         self._leave = weakref.finalize(self, _leave, connection, number, on_close)
         self._leave.atexit = False
-        self._send(self._on_done, "open")
-        self.extend(())
+        self._send(self._on_begun, "open")
+        begun = max(0, len(answer) - 1) // PIECE * PIECE
+        for start in range(0, begun, PIECE):
+            self._send(self._on_begun, "extend", [*answer[start : start + PIECE]])
+        self.extend(answer[begun:])
 
     @property
     def slow(self) -> bool:
@@ -137,6 +144,8 @@ class GrammarPlace(GrammarState):
         self._masks.clear()
         self._forced, self._seconds = None, 0.0
         self._slow_for = max(0, self._slow_for - len(tokens))
+        if self._version - self._answered > MAX_BEHIND:
+            self._fail(InvalidRequest("grammar", TOO_SLOW))
         self._send(partial(self._on_extended, self._version), "extend", [*tokens])
         self.prefetch([()])
 
@@ -167,10 +176,11 @@ class GrammarPlace(GrammarState):
         if not self._lenient and not until():
             raise GrammarDelayed from self.failure
 
-    def _on_done(self, answer: Answer) -> None:
-        self._take(answer)
+    def _on_begun(self, answer: Answer) -> None:
+        self._take(answer._replace(seconds=0.0))  # which belong to no step
 
     def _on_extended(self, version: int, answer: Answer) -> None:
+        self._answered = version
         if self._take(answer) and version == self._version:
             self._forced = [*array("I", answer.payload)]
             self.on_change()

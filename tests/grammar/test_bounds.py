@@ -19,11 +19,12 @@ from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.grammar import compiler as compilers
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.connection import Answer
-from outrider.grammar.place import STEP_S, Patience
+from outrider.grammar.place import MAX_BEHIND, STEP_S, Patience
 from tests.grammar.test_compiler import EOS, FOLDER, VOCABULARY, ids
 from tests.hostile.attacks import grammar_bombs
 from tests.hostile.callers import children, command_of
 
+MOST = (("one", 6), ("two", 3))  # of twelve processes that a tenant may have, one after the other
 WORDS = Grammar("regex", "[a-z ]+")
 SLOW = Grammar("lark", 'start: "a" X{2}\nX: "the cat sat on a mat. "{400}')  # what follows the "a" takes a while
 
@@ -237,3 +238,38 @@ def test_where_an_answer_is_does_not_depend_on_how_it_came_there(compiler: Gramm
         state.extend([token])
         answer.append(token)
     assert len(answer) > 3
+
+
+def test_a_long_answer_that_is_resumed_counts_for_no_step(compiler: GrammarCompiler) -> None:
+    answer = ids("once upon a time " * 1000)
+    resumed, followed = compiler.start(WORDS, answer), compiler.start(WORDS)
+    for start in range(0, len(answer), 100):
+        followed.extend(answer[start : start + 100])
+        followed.forced()
+    assert (resumed.allowed(()) == followed.allowed(())).all()
+    assert resumed.allowed(()).any()
+    assert (resumed.slow, resumed.failure) == (False, None)
+    assert resumed._unanswered == 0
+
+
+def test_a_drafter_s_grammar_that_falls_behind_its_text_is_given_up(compiler: GrammarCompiler) -> None:
+    place = compiler.start(WORDS)
+    os.kill(place._connection._pid, signal.SIGSTOP)
+    try:
+        for _ in range(MAX_BEHIND + 1):
+            place.extend(ids("a"))
+        assert isinstance(place.failure, InvalidRequest)
+    finally:
+        os.kill(place._connection._pid, signal.SIGCONT)
+
+
+def test_tenants_together_leave_room_for_another_one(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "MAX_PROCESSES", 12)
+    grammars = [Grammar("regex", f"[a-z]{{{number + 1}}}") for number in range(12)]
+    held = {tenant: [compiler.start(grammar, tenant=tenant) for grammar in grammars[:most]] for tenant, most in MOST}
+    for tenant in held:
+        with pytest.raises(Overloaded):
+            compiler.start(grammars[-1], tenant=tenant)
+    assert compiler.start(WORDS, tenant="good").allowed(()).any()
