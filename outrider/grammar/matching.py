@@ -8,9 +8,9 @@ the answer follows that division to its end: no other tokens may spell it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -47,12 +47,13 @@ class GrammarVocabulary:
         self.eos_ids = frozenset(id_ for id_ in eos_ids if id_ < size)
         self.mask_bytes = -(-size // 8)  # a bit for each id
         self.problem = ""  # why there are no grammars
-        self._path = folder / "tokenizer.json"
+        path = folder / "tokenizer.json"
+        self.special_ids = _special_ids(path)  # by the special token's text
         self._tokenizer: LLTokenizer | None = None
         try:
             from llguidance import LLTokenizer
 
-            self._tokenizer = LLTokenizer(str(self._path), size, sorted(self.eos_ids))
+            self._tokenizer = LLTokenizer(str(path), size, sorted(self.eos_ids))
         except ImportError:
             self.problem = "needs llguidance, which is not installed; pip install llguidance"
         except ValueError as error:
@@ -64,12 +65,6 @@ class GrammarVocabulary:
         if self._tokenizer is None:
             raise TokenizerError(self.problem)
         return self._tokenizer
-
-    @cached_property
-    def special_ids(self) -> dict[str, int]:
-        """The ids of the special tokens, by their text. The tokenizer's file may have many megabytes."""
-        added = json.loads(self._path.read_text(encoding="utf-8")).get("added_tokens", [])
-        return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 class CompiledGrammar:
@@ -223,6 +218,15 @@ class GrammarWalk:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"cannot be followed: {self._matcher.get_error()}")
+
+
+def _special_ids(path: Path) -> dict[str, int]:
+    """Return the ids of a tokenizer's special tokens, by their text. Of its file, which may have many megabytes, only
+    their list is parsed."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)  # in a key or a token's text its quotes would be escaped
+    added = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
+    return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 def _behind_reasoning(special: dict[str, int], source: str, *, optional: bool) -> str:
