@@ -258,7 +258,7 @@ def test_a_drafter_s_grammar_that_falls_behind_its_text_is_given_up(compiler: Gr
     try:
         for _ in range(MAX_BEHIND + 1):
             place.extend(ids("a"))
-        assert isinstance(place.failure, InvalidRequest)
+        assert "takes too much time to follow" in str(place.failure)
     finally:
         os.kill(place._connection._pid, signal.SIGCONT)
 
