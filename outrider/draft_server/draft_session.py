@@ -34,15 +34,28 @@ class FusedFeatures(Protocol):
 class DraftStream(DraftOutbox):
     """One drafter's Draft call: what is queued for it, and the sessions that it drafts for."""
 
-    def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat], holder: str = "") -> None:
-        """`holder`: who the caller is by its certificate; empty without TLS."""
+    def __init__(
+        self,
+        drafter_id: str,
+        heartbeat: Callable[[], types_pb2.Heartbeat],
+        holder: str = "",
+        on_admitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`holder`: who the caller is by its certificate; empty without TLS. `on_admitted`: called once."""
         super().__init__(drafter_id, heartbeat)
         self.public_sources = False  # whether everybody may see what it drafts, also what is not accepted
         self.holder = holder
         self.admitted = False  # whether a ticket has admitted it to a session
+        self._on_admitted = on_admitted
         self.subscriptions: dict[int, Subscription] = {}  # by attachment
         self.waiting: dict[int, WaitingSubscribe] = {}  # by attachment
         self.attached = 0  # the largest attachment so far
+
+    def admit(self) -> None:
+        """Notes that a ticket has admitted it to a session."""
+        if not self.admitted:
+            self.admitted = True
+            self._on_admitted()
 
 
 @dataclass(frozen=True, slots=True)

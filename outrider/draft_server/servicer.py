@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -18,13 +18,14 @@ from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import RESTING_PRICE
 from outrider.core.tree.delta import DigestMismatch, Hints
 from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription, WaitingSubscribe
+from outrider.draft_server.entrance import Entrance
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
 from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
-from outrider.rpc.message_bounds import BEFORE_A_TICKET, DRAFTS, decode
+from outrider.rpc.message_bounds import BEFORE_A_TICKET, REQUEST, decode
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
@@ -36,6 +37,7 @@ WAITING_SUBSCRIPTIONS = 1024  # subscriptions of one drafter that came before th
 PATIENCE_S = 5.0  # how long such a subscription may wait
 LAST_WRITE_S = 1.0  # time for a write that is under way when a stream ends
 MAX_REFUSED = 1000  # refused frames in a row that a stream may have; a session's end explains a handful
+MAX_STREAMS = 4  # of one drafter's id, that tickets have admitted: one, and those that it has lost
 DRAFTERS_REMEMBERED = 1024  # drafters whose calibration is kept
 
 Requests = AsyncIterator[bytes]  # serialized DraftUps: what they may have at most depends on the stream
@@ -78,6 +80,7 @@ class DraftStreamServicer:
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._ticket_verifier = ticket_verifier
+        self._entrance = Entrance()
         self._streams: set[DraftStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
         self._host: SessionHost
@@ -108,10 +111,11 @@ class DraftStreamServicer:
         async with (
             errors_as_status(context),
             self._counting(),
+            self._entrance.enter() as on_admitted,
             aclosing(aiter(requests)) as messages,  # type: ignore[type-var]  # gRPC's are generators
             aclosing(liveness.monitored(messages, "the drafter")) as frames,
         ):  # closed at once: a generator that waits holds the latest message, and the garbage collector is late
-            stream = await self._greet(frames, context)
+            stream = await self._greet(frames, context, on_admitted)
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self._streams.add(stream)
@@ -219,7 +223,9 @@ class DraftStreamServicer:
             self.refused += 1
             raise
 
-    async def _greet(self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> DraftStream:
+    async def _greet(
+        self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any], on_admitted: Callable[[], None]
+    ) -> DraftStream:
         first = decode(pb.DraftUp, BEFORE_A_TICKET, await anext(frames, b""))
         if first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
@@ -230,7 +236,7 @@ class DraftStreamServicer:
                 "draft with a model of the same family, or start the drafter with --target"
             )
         holder = holder_of(context, hello.drafter_id)
-        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat, holder)
+        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat, holder, on_admitted)
         stream.public_sources, stream.batches = hello.public_sources, hello.batches
         stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id, batches=True)))
         return stream
@@ -238,7 +244,7 @@ class DraftStreamServicer:
     async def _read(self, stream: DraftStream, frames: Requests) -> None:
         refused_in_a_row = 0
         async for data in frames:
-            message = decode(pb.DraftUp, DRAFTS if stream.admitted else BEFORE_A_TICKET, data)
+            message = decode(pb.DraftUp, REQUEST if stream.admitted else BEFORE_A_TICKET, data)
             for frame in message.deltas or (message,):
                 refused = self.refused
                 self._receive(stream, frame)
@@ -306,11 +312,14 @@ class DraftStreamServicer:
         self._host.wake()
 
     def _check_holder(self, stream: DraftStream) -> None:
-        """Raises Forbidden if another holder has an open stream under the same id that a ticket has admitted."""
-        for other in self._streams:
-            if other.admitted and other.drafter_id == stream.drafter_id and other.holder != stream.holder:
-                raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
-        stream.admitted = True
+        """Raises Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
+        Overloaded if its own are too many."""
+        same = [other for other in self._streams if other.admitted and other.drafter_id == stream.drafter_id]
+        if any(other.holder != stream.holder for other in same):
+            raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
+        if not stream.admitted and len(same) >= MAX_STREAMS:
+            raise Overloaded(f"a drafter has at most {MAX_STREAMS} streams here at a time")
+        stream.admit()
 
     def _check_trust(self, stream: DraftStream, session: DraftedSession) -> None:
         """Raises Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""

@@ -8,6 +8,7 @@ from outrider.rpc.tls import Tls
 
 Options = tuple[tuple[str, int | str], ...]
 
+REQUEST_BYTES = 6 * 2**20  # of a peer that calls: two million tokens, or a mebibyte of deltas and 1024 distributions
 MESSAGE_BYTES = 16 * 2**20  # far above our messages; bounds the memory that a peer can make us use
 
 LIVENESS: Options = (

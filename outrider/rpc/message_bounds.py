@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.channels import MESSAGE_BYTES
+from outrider.rpc.channels import MESSAGE_BYTES, REQUEST_BYTES
 from outrider.v1 import drafter_pb2, verifier_pb2
 
 MAX_FIELDS = 2**16  # of a message between parts; 1024 commits, deltas or plans together
@@ -44,14 +44,14 @@ class MessageBound(NamedTuple):
             raise InvalidRequest("message", f"must have at most {self.fields} fields; send it in several parts")
 
 
-LONG = MessageBound(MESSAGE_BYTES)  # tokens of a session, or features
+LONG = MessageBound(MESSAGE_BYTES)  # of an upstream: tokens of a session, or features
 SHORT = MessageBound(2**16)  # names and numbers
-DRAFTS = MessageBound(6 * 2**20)  # a mebibyte of deltas, and one of 1024 nodes that has a distribution for each
+REQUEST = MessageBound(REQUEST_BYTES)  # tokens of a prompt; deltas
 BEFORE_A_TICKET = MessageBound(2**14, when=" before a ticket admits the drafter")  # a Hello, a Subscribe
 
 _LONG_METHODS = ("Decode", "Warm")
 _REQUESTS = {
-    f"/{service.full_name}/{method.name}": (method.input_type, LONG if method.name in _LONG_METHODS else SHORT)
+    f"/{service.full_name}/{method.name}": (method.input_type, REQUEST if method.name in _LONG_METHODS else SHORT)
     for service in (
         verifier_pb2.DESCRIPTOR.services_by_name["Verifier"],
         drafter_pb2.DESCRIPTOR.services_by_name["Drafter"],

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import ConfigError
 from outrider.rpc.authorization import JudgedByRole, JudgedCalls
 from outrider.rpc.certificate_expiry import CertificateExpiry
-from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, Options
+from outrider.rpc.channels import LIVENESS, REQUEST_BYTES, Options
 from outrider.rpc.message_bounds import BoundedRequests
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import Tls
@@ -44,15 +44,15 @@ _SERVER: Options = (
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_metadata_size", METADATA_BYTES),  # above it some calls are refused, at random,
     ("grpc.absolute_max_metadata_size", METADATA_BYTES),  # and above this limit all
+    # Probing would have a stream's window grow to megabytes, which a caller may fill before its key or its ticket is
+    # judged. Without, it is 64 KiB until the message is read, and a longer message takes a few round trips more.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 _OF_THE_CLUSTER: Options = (("grpc.http2.max_ping_strikes", 0),)  # keepalive pings never close a peer's connection
 _OF_ANYBODY: Options = (
     ("grpc.http2.max_ping_strikes", PING_STRIKES),
     ("grpc.max_connection_idle_ms", IDLE_MS),
-    # Probing would have a stream's window grow to megabytes, which a caller may fill before its key is judged. Without,
-    # it is 64 KiB until the message is read, and a longer message takes a few round trips more.
-    ("grpc.http2.bdp_probe", 0),
 )
 
 
@@ -60,7 +60,7 @@ _OF_ANYBODY: Options = (
 class ServerLimits:
     """What a server takes at most, of its port as well."""
 
-    message_bytes: int = MESSAGE_BYTES
+    message_bytes: int = REQUEST_BYTES
     calls: int | None = None  # calls at the same time, of all connections; None: no limit
     connections: int = 4096  # connections at the same time
     share_port: bool = False  # whether other servers may listen on the same address
@@ -173,12 +173,21 @@ class ServedTls:
     """A server's certificate. Each new connection uses the present content of its files."""
 
     def __init__(self, tls: Tls) -> None:
-        self._tls = tls
+        self._tls = self._used = tls
 
     def latest(self) -> Tls:
         """Return what a connection that begins now uses."""
         self._tls = self._tls.renewed()
         return self._tls
+
+    def renewed(self) -> Tls | None:
+        """Return what connections use from now on; None: what they use already.
+
+        gRPC frees what it is given a successor for, also when a handshake on another thread is about to use it: given
+        one for each connection, a server dies after some hundred of them.
+        """
+        used, self._used = self._used, self.latest()
+        return None if self._used is used else self._used
 
 
 @asynccontextmanager
@@ -199,11 +208,14 @@ async def _watched(served: ServedTls | None) -> AsyncIterator[None]:
 
 
 def _credentials(served: ServedTls, mutual: bool) -> grpc.ServerCredentials:
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        used = served.latest()
+    def configured(used: Tls) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(used.key, used.cert)], used.ca if mutual else None)
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, mutual)
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        used = served.renewed()
+        return None if used is None else configured(used)
+
+    return grpc.dynamic_ssl_server_credentials(configured(served.latest()), renewed, mutual)
 
 
 def _bind(

@@ -49,7 +49,8 @@ class Tls:
         if ca is None or cert is None or key is None:
             raise ConfigError("tls: ca, cert and key go together; `outrider certs` makes all three for each role")
         _check_authority(ca)
-        read = cls(_read_file("ca", ca), _read_file("cert", cert), _read_file("key", key), (ca, cert, key))
+        files = ca, cert, key
+        read = cls(*_read_files(files), files)
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
                 cert, key, password=""
@@ -58,6 +59,8 @@ class Tls:
             raise ConfigError(
                 f"tls: {cert} and {key} must be a certificate and its own key, both in PEM and not encrypted"
             ) from None
+        if _read_files(files) != (read.ca, read.cert, read.key):
+            raise ConfigError(f"tls: {cert} and its key are being replaced; try again")
         return read
 
     def renewed(self) -> Self:
@@ -69,11 +72,7 @@ class Tls:
             return self
         try:
             ca, cert, key = self.files
-            if (_read_file("ca", ca), _read_file("cert", cert), _read_file("key", key)) == (
-                self.ca,
-                self.cert,
-                self.key,
-            ):
+            if _read_files(self.files) == (self.ca, self.cert, self.key):
                 return self
             read = type(self).read(ca, cert, key)
         except ConfigError as error:
@@ -126,6 +125,11 @@ def _check_authority(ca: Path) -> None:
     except (ssl.SSLError, OSError) as error:
         reason = "holds no certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"tls: ca: {ca} {reason}; name the CA's certificate, ca.pem") from None
+
+
+def _read_files(files: tuple[Path, Path, Path]) -> tuple[bytes, bytes, bytes]:
+    ca, cert, key = files
+    return _read_file("ca", ca), _read_file("cert", cert), _read_file("key", key)
 
 
 def _read_file(what: str, file: Path) -> bytes:

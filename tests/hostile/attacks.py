@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import ssl
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ import grpc.aio
 from outrider.core.session.digest import tokenizer_digest
 from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1 import inference_pb2 as pb
+from tests.hostile.lying_drafter import WANTED
 
 MIB = 2**20
 WRONG_KEY = "outrider_" + "x" * 43
@@ -39,6 +41,8 @@ WATCHES = 10_240
 CONNECTIONS = 1_000  # to the router, and to the gateway
 LONG_PROMPT = 900  # tokens
 CLAIM = "claim "  # with a number: an idempotency key of a request that is refused
+DRAWN_RULE = "speculative-sampling"
+MALLORY = {"ca": "ca.pem", "cert": "drafter-mallory.pem", "key": "drafter-mallory.key"}
 EMPTY_MESSAGE = b"\x52\x00"  # an empty entry of GenerateRequest.messages
 TO_THE_END = pb.Sampling(max_tokens=900, ignore_eos=True, logprobs=20)
 
@@ -50,8 +54,11 @@ class Target:
     attack: str
     seconds: float
     router: str
+    other_router: str  # whose clock is another
     gateway: str
     verifier: str
+    redis: str  # URL of a drafter's user
+    certificates: str  # folder of the CA's certificate, and of the attacker's as a drafter
     key: str  # of the attacker's tenant
     sessions: list[str]  # of another tenant
     idempotency_key: str  # of another tenant
@@ -80,17 +87,36 @@ class Attacker:
         self.codes: Counter[str] = Counter()
         self.outcome = Outcome()
         self._marks = [mark.encode() for mark in target.marks]
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-        self._channels = [grpc.aio.insecure_channel(target.router, options) for _ in range(CHANNELS)]
+        certificates = Path(target.certificates)
+        self.ca = (certificates / "ca.pem").read_bytes()
+        self.tls = ssl.create_default_context(cafile=certificates / "ca.pem")
+        self._channels = [self.channel(target.router) for _ in range(CHANNELS)]
+        self._others = [self.channel(target.other_router) for _ in range(CHANNELS)]
         self._turn = itertools.count()
 
+    def channel(self, address: str, certificate: str | None = None) -> grpc.aio.Channel:
+        """A connection of its own; with the name of a certificate, to a part of the cluster."""
+        options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        pair: tuple[bytes, ...] = ()
+        if certificate is not None:
+            folder = Path(self.target.certificates)
+            pair = ((folder / f"{certificate}.key").read_bytes(), (folder / f"{certificate}.pem").read_bytes())
+            options.append(("grpc.ssl_target_name_override", "verifier.outrider"))
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca, *pair), options)
+
     async def call(
-        self, method: str, message: bytes, *, key: str | None = None, read: int | None = None
+        self,
+        method: str,
+        message: bytes,
+        *,
+        key: str | None = None,
+        read: int | None = None,
+        other: bool = False,
     ) -> list[bytes]:
-        """Call a method of the router, and return its answers, or the first `read` of them."""
+        """Call a method of the router, or of the other one, and return its answers, or the first `read` of them."""
         path = method if method.startswith("/") else f"{SERVICE}/{method}"
         key = self.target.key if key is None else key
-        channel = self._channels[next(self._turn) % CHANNELS]
+        channel = (self._others if other else self._channels)[next(self._turn) % CHANNELS]
         metadata = (("authorization", f"Bearer {key}"),)
         stream: Any = channel.unary_stream(path)(message, metadata=metadata, timeout=CALL_S)
         answers: list[bytes] = []
@@ -144,7 +170,7 @@ class Attacker:
         status = "broken off"
         self.outcome.begun += 1
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=self.tls)
             try:
                 writer.write(head.encode())
                 answer = asyncio.create_task(reader.read())
@@ -261,13 +287,19 @@ async def _router_without_key(attacker: Attacker) -> None:
 
 
 async def _connections(attacker: Attacker) -> None:
-    """Connections on which nothing is sent; those that are closed are opened anew."""
+    """Connections on which nothing is sent, half of them not even a handshake; those that are closed are opened
+    anew."""
 
-    async def connect(address: str) -> None:
+    async def connect(address: str, number: int) -> None:
         host, _, port = address.rpartition(":")
         attacker.outcome.begun += 1
         try:
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(
+                host,
+                int(port),
+                ssl=attacker.tls if number % 2 else None,
+                ssl_handshake_timeout=CALL_S if number % 2 else None,
+            )
         except OSError:
             attacker.codes["connection refused"] += 1
             await asyncio.sleep(0.1)
@@ -282,9 +314,28 @@ async def _connections(attacker: Attacker) -> None:
             writer.transport.abort()
 
     await asyncio.gather(
-        attacker.at_once(CONNECTIONS, lambda _: connect(attacker.target.router)),
-        attacker.at_once(CONNECTIONS, lambda _: connect(attacker.target.gateway)),
+        attacker.at_once(CONNECTIONS, lambda number: connect(attacker.target.router, number)),
+        attacker.at_once(CONNECTIONS, lambda number: connect(attacker.target.gateway, number)),
     )
+
+
+async def _handshakes(attacker: Attacker) -> None:
+    """Connections that agree on TLS and close, to every server."""
+    target = attacker.target
+    context = ssl.create_default_context(cafile=Path(target.certificates) / "ca.pem")
+    context.set_alpn_protocols(["h2"])
+    servers = ((target.router, None), (target.gateway, None), (target.verifier, "verifier.outrider"))
+
+    async def shake(number: int) -> None:
+        address, name = servers[number % len(servers)]
+        host, _, port = address.rpartition(":")
+        attacker.outcome.begun += 1
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name or host)
+            attacker.codes["handshake"] += 1
+            writer.transport.abort()
+
+    await attacker.at_once(80, shake)
 
 
 async def _invalid_requests(attacker: Attacker) -> None:
@@ -526,17 +577,15 @@ async def _adapters(attacker: Attacker) -> None:
 
 
 async def _frames(attacker: Attacker) -> None:
-    """Frames to the verifier that would take far more memory than they have bytes, as a drafter's without a ticket: one
-    after the other, since each stream may have one of 16 MiB on the way."""
+    """Frames to the verifier that would take far more memory than they have bytes, as drafters' without a ticket."""
     digest = tokenizer_digest((Path(__file__).parents[2] / "models/target/tokenizer.json").read_bytes())
-    greeting = drafter_pb2.Hello(drafter_id="drafter-00c0ffee", tokenizer_digest=digest)
+    greeting = drafter_pb2.Hello(drafter_id="mallory-00c0ffee", tokenizer_digest=digest)
     hello = drafter_pb2.DraftUp(hello=greeting).SerializeToString()
     listed, in_turn = bytes([6 << 3 | 2, 0]), bytes([2 << 3 | 2, 0, 3 << 3 | 2, 0])
-    frames = (listed * (8 * MIB - 64), in_turn * (4 * MIB - 64), b"\xff" * MIB, listed * 30_000)
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+    frames = (listed * (3 * MIB - 64), in_turn * (MIB - 64), listed * (8 * MIB), b"\xff" * MIB, listed * 30_000)
 
     async def draft(number: int) -> None:
-        async with grpc.aio.insecure_channel(attacker.target.verifier, options) as channel:
+        async with attacker.channel(attacker.target.verifier, "drafter-mallory") as channel:
             stream: Any = channel.stream_stream(DRAFT)(timeout=CALL_S)
             attacker.outcome.begun += 1
             try:
@@ -551,7 +600,55 @@ async def _frames(attacker: Attacker) -> None:
             except grpc.aio.AioRpcError as error:
                 attacker.codes[f"Draft {error.code().name}"] += 1
 
-    await attacker.at_once(1, draft)
+    await attacker.at_once(40, draft)
+
+
+async def _drafters(attacker: Attacker) -> None:
+    """A drafter of the attacker's, with a certificate and a user in Redis, that wants one token in every text; and
+    generations under a rule that would let it."""
+    target = attacker.target
+    model = Path(__file__).parents[2] / "models/drafter"
+    files = [f"--{kind}={target.certificates}/{name}" for kind, name in MALLORY.items()]
+    drafting = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.hostile.lying_drafter", "drafter", "--model", str(model), *files),
+        *("--listen", "127.0.0.1:0", "--dtype", "float32"),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "REDIS_URL": target.redis},
+    )
+    assert drafting.stdout is not None
+    await drafting.stdout.readline()  # it listens
+
+    async def ask(number: int) -> None:
+        sampling = pb.Sampling(max_tokens=64, seed=number, temperature=1.0, ignore_eos=True)
+        asked = pb.GenerateRequest(text="x", sampling=sampling, acceptance=pb.Acceptance(rule=DRAWN_RULE))
+        tokens: list[int] = []
+        for answer in await attacker.call("Generate", asked.SerializeToString()):
+            tokens += pb.GenerateResponse.FromString(answer).chunk.token_ids
+        if tokens.count(WANTED) > 1:
+            attacker.outcome.leaks.append(f"a drafter has put a token {tokens.count(WANTED)} times into a text")
+
+    await attacker.at_once(8, ask)
+
+
+async def _clocks(attacker: Attacker) -> None:
+    """Sessions, idempotency keys and resumes that go from one router to another of another time."""
+
+    async def cross(number: int) -> None:
+        here = bool(number % 2)
+        if not (created := await attacker.call("CreateSession", b"", other=here)):
+            return
+        session = pb.Session.FromString(created[0]).session_id
+        turn = pb.GenerateRequest(
+            text="x", session_id=session, idempotency_key=f"turn {number}", sampling=pb.Sampling(max_tokens=8)
+        ).SerializeToString()
+        await attacker.call("Generate", turn, other=not here)
+        await attacker.call("Generate", turn, other=here)
+        resume = pb.ResumeRequest(session_id=session).SerializeToString()
+        await asyncio.gather(
+            attacker.call("Resume", resume, other=here), attacker.call("Resume", resume, other=not here)
+        )
+
+    await attacker.at_once(8, cross)
 
 
 async def _nothing(attacker: Attacker) -> None:
@@ -577,6 +674,7 @@ ATTACKS: dict[str, Attack] = {
     "gateway-answers": _gateway_answers,
     "router-without-key": _router_without_key,
     "connections": _connections,
+    "handshakes": _handshakes,
     "invalid-requests": _invalid_requests,
     "templates": _templates,
     "texts": _texts,
@@ -591,6 +689,8 @@ ATTACKS: dict[str, Attack] = {
     "grammars": _grammars,
     "frames": _frames,
     "adapters": _adapters,
+    "drafters": _drafters,
+    "clocks": _clocks,
 }
 
 

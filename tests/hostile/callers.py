@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import ssl
 import sys
 import time
 import urllib.request
@@ -21,14 +23,17 @@ import openai
 
 import outrider
 from bench.low_rank_files import make_adapter
-from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
+from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, TlsConfig, VerifierConfig
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.errors import OutriderError
 from outrider.fleet.cluster import LocalCluster
+from outrider.rpc.certificates import make
 from outrider.store.client import connect
 from outrider.store.keys import Keys
 from outrider.store.sessions import claim_name
+from tests.altered import altered
 from tests.e2e.conftest import MODELS
+from tests.e2e.test_faults import free_port
 from tests.hostile.attacks import CLAIM, Outcome, Target
 
 CALLERS = 8
@@ -40,6 +45,8 @@ MARK_LENGTH = 24  # characters of an answer that would not be received by chance
 LOOK_S = 0.05  # between two looks at the memory
 IDEMPOTENCY_KEY = "first-of-good"
 ADAPTER, SECRET_ADAPTER = "good-adapter", "zyx-adapter-7431"  # of the tenant that is attacked; the attacker knows one
+ROUTER_FILES = {"ca": "ca.pem", "cert": "router.pem", "key": "router.key"}
+AHEAD_S = 75.0  # of the other router's clock
 LIMITS: dict[str, Any] = {  # for tenants that do not trust each other: docs/security.md
     "max_sessions": SLOTS,
     "tenant_sessions": SLOTS // 2,
@@ -100,10 +107,9 @@ class AttackerProcess:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        with suppress(ProcessLookupError):  # with all that it has started
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
 
     async def outcome(self) -> Outcome:
         """Return what became of the attack, once it is over."""
@@ -121,17 +127,19 @@ class Besieged:
         self,
         cluster: LocalCluster,
         good: outrider.AsyncClient,
+        ahead: outrider.AsyncClient,
         web: openai.AsyncOpenAI,
         bad: str,
-        adapters: Path,
+        folder: Path,
         pages: Mapping[str, str],
     ) -> None:
-        """`bad`: the attacker's key; `adapters`: below which each tenant has a folder; `pages`: for Prometheus, by the
-        server's name."""
+        """`ahead`: a client of the router whose clock is ahead; `bad`: the attacker's key; `folder`: has certificates,
+        and a folder of each tenant's adapters; `pages`: for Prometheus, by the server's name."""
         self._cluster = cluster
-        self._adapters = adapters
+        self._folder = folder
         self._pages = pages
         self._client = good
+        self._ahead = ahead
         self._web = web
         self._bad = bad
         self._answers: list[str] = []  # undisturbed, by caller
@@ -151,13 +159,16 @@ class Besieged:
             attack=name,
             seconds=seconds,
             router=self._cluster.router_address,
+            other_router=self._ahead.address,
             gateway=self._cluster.processes["gateway"].address,
             verifier=self._cluster.processes["verifier-0"].address,
+            redis=self._cluster.redis_url_of("drafter"),
+            certificates=str(self._folder / "certs"),
             key=self._bad,
             sessions=[kept.session_id],
             idempotency_key=IDEMPOTENCY_KEY + name,
             adapter=ADAPTER,
-            adapters=str(self._adapters / "bad"),
+            adapters=str(self._folder / "adapters/bad"),
             marks=[MARK, SECRET_ADAPTER, *(text[-MARK_LENGTH:] for text in texts if len(text) >= MARK_LENGTH)],
             size=size,
         )
@@ -182,8 +193,8 @@ class Besieged:
         for name, address in self._pages.items():
             page = await asyncio.to_thread(_page, address)
             found[f"stalls of {name}"] = number_in(page, "outrider_loop_stalls_total")
-            if name == "router":
-                found["generations that moved"] = number_in(page, "outrider_moves_total")
+            if name.startswith("router"):
+                found[f"generations of {name} that moved"] = number_in(page, "outrider_moves_total")
         return found
 
     async def claimed(self, count: int) -> list[str]:
@@ -234,8 +245,8 @@ class Besieged:
             await asyncio.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
 
     async def _ask(self, number: int) -> tuple[float, str]:
-        """Seconds to the first token, and the whole answer. Half of the callers call the gateway, two have a
-        conversation, and one has an adapter."""
+        """Seconds to the first token, and the whole answer. Half of the callers call the gateway, one the router whose
+        clock is ahead, two have a conversation, and one has an adapter."""
         prompt = f"# {MARK} {number}\ndef method_{number}(self, value):\n    return"
         began, first, text = time.monotonic(), 0.0, ""
         if number % 2:
@@ -262,7 +273,8 @@ class Besieged:
         asked: dict[str, Any] = {"seed": number, "temperature": 1.0, "max_tokens": ANSWER, "ignore_eos": True}
         asked |= {"prompt": prompt} if number else {"messages": [{"role": "user", "content": prompt}]}
         asked |= {"model": ADAPTER} if number == CALLERS - 2 else {}
-        async for chunk in self._client.stream(timeout=60, **asked):
+        client = self._ahead if number == 4 else self._client
+        async for chunk in client.stream(timeout=60, **asked):
             if chunk.token_ids and not first:
                 first = time.monotonic() - began
             text += chunk.text
@@ -350,23 +362,24 @@ def processor_s(pid: int) -> float:
 
 @asynccontextmanager
 async def besieged(forward: Callable[[str, str], None] = lambda name, line: None) -> AsyncIterator[Besieged]:
-    """A running cluster with a gateway and keys of two tenants."""
+    """A running cluster with certificates, a gateway, keys of two tenants, and a second router of another time."""
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="besieged-"))) / "target"
-        folder.mkdir()
-        for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(MODELS / "target" / file, folder / file)
-        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-        adapters = folder.with_name("adapters")
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="besieged-")))
+        model, adapters, certificates = folder / "target", folder / "adapters", folder / "certs"
+        _write_model(model)
+        make(certificates, drafters=["mallory"])
+        ca = certificates / "ca.pem"
         make_adapter(adapters / "good" / "sql", read_config(MODELS / "target"), 4, 1, deviation=0.1)
         metrics, pages = "127.0.0.1:0", dict[str, str]()
-        loaders = ("good", "bad")
         config = ClusterConfig(
+            tls=TlsConfig(
+                ca=certificates / "ca.pem", cert=certificates / "{role}.pem", key=certificates / "{role}.key"
+            ),
             router=RouterConfig(
                 listen="127.0.0.1:0",
-                models={"target": folder},
+                models={"target": model},
                 auth="keys",
-                adapter_loaders=loaders,
+                adapter_loaders=("good", "bad"),
                 metrics=metrics,
                 **LIMITS,
             ),
@@ -385,11 +398,38 @@ async def besieged(forward: Callable[[str, str], None] = lambda name, line: None
             forward(name, line)
 
         cluster = await stack.enter_async_context(LocalCluster(config, forward=listen))
+        page = f"127.0.0.1:{free_port()}"
+        arguments = (*_router_arguments(model, certificates), "--metrics", page)
+        other = await stack.enter_async_context(altered(cluster.redis_url_of("router"), *arguments, skew_s=AHEAD_S))
+        pages["router-1"] = f"http://{page}/metrics"
         async with aclosing(connect(cluster.redis_url)) as redis:
             good, bad = [(await Keys(redis).add(tenant))[0] for tenant in ("good", "bad")]
-        client = await stack.enter_async_context(outrider.AsyncClient(cluster.router_address, api_key=good, retries=0))
-        url = f"http://{cluster.processes['gateway'].address}/v1"
-        web = await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=good, max_retries=0))
-        running = Besieged(cluster, client, web, bad, adapters, pages)
+        client, ahead = [
+            await stack.enter_async_context(outrider.AsyncClient(address, api_key=good, ca=ca, retries=0))
+            for address in (cluster.router_address, other.address)
+        ]
+        web = await stack.enter_async_context(
+            openai.AsyncOpenAI(
+                base_url=f"https://{cluster.processes['gateway'].address}/v1",
+                api_key=good,
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=ca)),
+            )
+        )
+        running = Besieged(cluster, client, ahead, web, bad, folder, pages)
         await running.begin()
         yield running
+
+
+def _write_model(folder: Path) -> None:
+    """The target's configuration and tokenizer, with the template of these tests."""
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODELS / "target" / file, folder / file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+
+
+def _router_arguments(model: Path, certificates: Path) -> list[str]:
+    limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    files = [f"--{kind}={certificates / name}" for kind, name in ROUTER_FILES.items()]
+    return ["router", "--model", f"target={model}", "--auth", "keys", *limits, *files]

@@ -12,10 +12,10 @@ from outrider.core.acceptance.draft_distribution import MAX_TOKENS
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import MAX_DELTA_NODES, PART_BYTES, SNAPSHOT_TOKENS
 from outrider.rpc.message_bounds import (
-    DRAFTS,
     LONG,
     MAX_FIELDS,
     MAX_TOGETHER,
+    REQUEST,
     UNCOUNTED_BYTES,
     MessageBound,
     decode,
@@ -69,8 +69,8 @@ DECODED = verifier_pb2.DecodeCommit(
     credits=[verifier_pb2.DrafterCredit(drafter_id="drafter-00c0ffee", verified=9)] * 16,
 )
 SENT: dict[str, tuple[MessageBound, Message]] = {
-    "deltas": (DRAFTS, pb.DraftUp(deltas=[DELTA] * MAX_TOGETHER)),
-    "the largest delta behind a mebibyte": (DRAFTS, pb.DraftUp(deltas=[*[DELTA] * 850, LARGEST_DELTA])),
+    "deltas": (REQUEST, pb.DraftUp(deltas=[DELTA] * MAX_TOGETHER)),
+    "the largest delta behind a mebibyte": (REQUEST, pb.DraftUp(deltas=[*[DELTA] * 850, LARGEST_DELTA])),
     "commits": (LONG, pb.DraftDown(commits=[COMMIT] * MAX_TOGETHER)),
     "a snapshot": (
         LONG,
@@ -149,13 +149,13 @@ def test_messages_that_take_each_others_place_count_each() -> None:
 
 
 def test_a_message_beyond_the_fields_is_refused_within_a_moment() -> None:
-    data = bytes([6 << 3 | 2, 0]) * (DRAFTS.size // 2)
+    data = bytes([6 << 3 | 2, 0]) * (REQUEST.size // 2)
     gc.collect()
     gc.freeze()  # as a server does: a process of tests holds far more
     try:
         began = time.thread_time()
         with pytest.raises(InvalidRequest, match=f"at most {MAX_FIELDS} fields"):
-            decode(pb.DraftUp, DRAFTS, data)
+            decode(pb.DraftUp, REQUEST, data)
         took = time.thread_time() - began
     finally:
         gc.unfreeze()

@@ -15,7 +15,7 @@ import pytest
 
 from outrider import errors
 from outrider.rpc import status
-from outrider.rpc.channels import MESSAGE_BYTES, open_channel
+from outrider.rpc.channels import REQUEST_BYTES, open_channel
 from outrider.rpc.server import serving
 from outrider.rpc.status import errors_as_status, from_rpc_error
 from outrider.v1 import inference_pb2 as pb
@@ -164,7 +164,7 @@ async def test_a_bare_status_falls_back_on_its_code() -> None:
 async def test_an_oversized_message_is_the_callers_mistake() -> None:
     async with calling(lambda: None) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Cancel(pb.CancelRequest(session_id="x" * (MESSAGE_BYTES + 1)), timeout=5)
+            await stub.Cancel(pb.CancelRequest(session_id="x" * (REQUEST_BYTES + 1)), timeout=5)
         assert type(from_rpc_error(caught.value)) is errors.InvalidRequest
 
 

@@ -244,6 +244,19 @@ def presented(address: str, caller: Tls) -> bytes:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
 
 
+def test_grpc_is_given_a_certificate_anew_only_when_it_is_another(tmp_path: Path) -> None:
+    """Given it with each connection, a server dies of a few hundred that begin at the same time."""
+    make(tmp_path, days=1)
+    served = server.ServedTls(certificate(tmp_path, "verifier"))
+    assert served.renewed() is None
+    renew(tmp_path, days=1)
+    served.latest()  # as for the metric of its expiry
+    used = served.renewed()
+    assert used is not None
+    assert used.cert == (tmp_path / "verifier.pem").read_bytes()
+    assert served.renewed() is None
+
+
 async def test_renewed_certificates_are_for_new_connections_and_running_calls_go_on(tmp_path: Path) -> None:
     make(tmp_path)
     caller, authority = certificate(tmp_path, "router"), (tmp_path / "ca.pem").read_bytes()

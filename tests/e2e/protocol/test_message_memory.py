@@ -46,22 +46,21 @@ def field(numbered: int, content: bytes) -> bytes:
     return number(numbered << 3 | 2) + number(len(content)) + content
 
 
-LARGEST, LARGEST_DRAFTS = 16 * MIB - 64, 6 * MIB - 64  # bytes of a message, and of a drafter's; with room for a header
+LARGEST, LARGEST_REQUEST = 16 * MIB - 64, 6 * MIB - 64  # bytes of a message, and of one to a server; without its header
 
 
 def many(unit: bytes, size: int = LARGEST) -> bytes:
     return unit * (size // len(unit))
 
 
-EMPTY_DELTAS = many(field(6, b""))
+EMPTY_DELTAS = many(field(6, b""), LARGEST_REQUEST)
 FRAMES = {  # of a drafter
     "empty deltas": EMPTY_DELTAS,
-    "fewer empty deltas": many(field(6, b""), LARGEST_DRAFTS),
-    "subscriptions and deltas in turn": many(field(2, b"") + field(4, b""), LARGEST_DRAFTS),
-    "empty distributions": field(4, many(field(11, b""), LARGEST_DRAFTS)),
-    "judgements": field(4, field(13, many(b"\1", LARGEST_DRAFTS))),
-    "tokens": field(4, field(7, many(b"\1", LARGEST_DRAFTS))),
-    "long deltas": many(field(6, field(7, many(b"\1", 1024))), LARGEST_DRAFTS),
+    "subscriptions and deltas in turn": many(field(2, b"") + field(4, b""), LARGEST_REQUEST),
+    "empty distributions": field(4, many(field(11, b""), LARGEST_REQUEST)),
+    "judgements": field(4, field(13, many(b"\1", LARGEST_REQUEST))),
+    "tokens": field(4, field(7, many(b"\1", LARGEST_REQUEST))),
+    "long deltas": many(field(6, field(7, many(b"\1", 1024))), LARGEST_REQUEST),
     "a flood of small ones": many(field(6, b""), 2**16),
 }
 COMMITS = many(field(7, b""))  # of a verifier
@@ -70,9 +69,9 @@ ANSWERS = {  # of an upstream
     "commits and ends in turn": many(field(3, b"") + field(4, b"")),
 }
 REQUESTS = {  # of a router
-    "empty changes of plans": many(field(6, b"")),
-    "empty names in a trace": field(1, many(field(14, b""))),
-    "empty biases": field(1, field(8, many(field(14, b"")))),
+    "empty changes of plans": many(field(6, b""), LARGEST_REQUEST),
+    "empty names in a trace": field(1, many(field(14, b""), LARGEST_REQUEST)),
+    "empty biases": field(1, field(8, many(field(14, b""), LARGEST_REQUEST))),
 }
 
 
