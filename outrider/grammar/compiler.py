@@ -20,6 +20,7 @@ from outrider.grammar.processes import GrammarProcesses
 
 KEPT_PROCESSES = 32  # compiled grammars that no session follows
 KEPT_BYTES = 256 << 20  # that these take
+FIELD = "grammar"  # of a request
 KEPT_REFUSALS = 256  # of grammars that cannot be compiled
 MAX_PROCESSES = 256
 MAX_BYTES = 512 << 20  # of all compiled grammars, from which no more are taken on
@@ -51,7 +52,7 @@ class GrammarCompiler:
         self._eager = eager
         self._processes = GrammarProcesses(folder, vocabulary, eos_ids)
         self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()  # those used last are last
-        self._refused: OrderedDict[_Key, InvalidRequest] = OrderedDict()
+        self._refused: OrderedDict[_Key, str] = OrderedDict()  # what is wrong; an error would keep its callers' frames
         self._queues: dict[str, list[_Compiled]] = {}  # by tenant: the one that is compiled, and those that wait
 
     async def check(self, grammar: Grammar, tenant: str = "") -> None:
@@ -103,9 +104,9 @@ class GrammarCompiler:
     def _find(self, grammar: Grammar, tenant: str) -> _Compiled:
         """Return a grammar's process, which may be compiling it still. Raises why there is none."""
         key = tenant, _digest(grammar)
-        if (refusal := self._refused.get(key)) is not None:
+        if (problem := self._refused.get(key)) is not None:
             self._refused.move_to_end(key)
-            raise refusal
+            raise InvalidRequest(FIELD, problem)
         found = self._compiled.get(key)
         if found is not None and found.connection.failure is None:
             self._compiled.move_to_end(key)
@@ -131,7 +132,7 @@ class GrammarCompiler:
     def _on_compiled(self, compiled: _Compiled, answer: Answer) -> None:
         key, compiled.failure, compiled.ready = compiled.key, answer.failure, True
         if isinstance(answer.failure, InvalidRequest):
-            self._refused[key] = answer.failure
+            self._refused[key] = str(answer.failure).removeprefix(f"{FIELD}: ")
             if len(self._refused) > KEPT_REFUSALS:
                 self._refused.popitem(last=False)
         if answer.failure is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -273,3 +275,19 @@ def test_tenants_together_leave_room_for_another_one(
         with pytest.raises(Overloaded):
             compiler.start(grammars[-1], tenant=tenant)
     assert compiler.start(WORDS, tenant="good").allowed(()).any()
+
+
+def test_a_refusal_that_is_remembered_keeps_nothing_of_those_who_got_it(compiler: GrammarCompiler) -> None:
+    class Request:
+        """What a caller has in hand."""
+
+    def ask() -> weakref.ref[Request]:
+        request = Request()
+        with pytest.raises(InvalidRequest, match="grammar: "):
+            compiler.start(Grammar("regex", "(never closed"))
+        return weakref.ref(request)
+
+    for _ in range(2):  # what is said anew, and what was kept
+        kept = ask()
+        gc.collect()
+        assert kept() is None
