@@ -25,6 +25,7 @@ NAMES: dict[str, tuple[str, ...]] = {  # DNS names in a role's certificate
     "verifier": (VERIFIER, SERVER),
     "drafter": (DRAFTER, SERVER),
     "gateway": (GATEWAY,),  # for HTTPS; it calls a router, which requires no certificate
+    "redis": ("redis", "redis.outrider.svc"),  # the hosts by which servers know it; it calls nobody
     "client": (CLIENT,),  # `outrider describe`, dashboards, probes: they read and change nothing
 }
 

@@ -32,7 +32,10 @@ FIELDS = {"status.podIP": "10.0.0.1", "metadata.labels['topology.kubernetes.io/z
 SECRETS = {
     ("redis", "password"): "secret",
     **{("redis", f"{role}-password"): f"secret{role}" for role in ACL_ROLES},
-    **{("redis", f"{role}-url"): f"redis://outrider-{role}:secret{role}@redis:6379/0" for role in ACL_ROLES},
+    **{
+        ("redis", f"{role}-url"): f"rediss://outrider-{role}:secret{role}@redis:6379/0?ssl_ca_certs=/tls/ca.crt"
+        for role in ACL_ROLES
+    },
     ("ray", "token"): "secret",
 }
 

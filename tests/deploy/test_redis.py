@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,24 +18,31 @@ import redis
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
+from outrider.errors import Unavailable
+from outrider.rpc.certificates import make
 from outrider.store.acl import ACL_ROLES, rules, user_name
+from outrider.store.client import connect, ping
 from outrider.store.embedded import find_server
 from tests.deploy.manifests import COMPONENT, DEPLOY, environment, of_kind, pods, rendered, servers
+from tests.e2e.test_faults import free_port
 from tests.store.role_work import WORK, denied, works
 
 
-def started(folder: Path, **changes: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
-    """The server of the demo with its files in `folder`, and the environment of its container, with changes."""
-    manifests = rendered("cpu-demo")
+def started(
+    folder: Path, *, overlay: str = "cpu-demo", here: Mapping[str, str] = {}, **changes: str
+) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+    """The server of an overlay with its files in `folder`, and the environment of its container, with changes. `here`:
+    more of what stands in place of what its files say."""
+    manifests = rendered(overlay)
     (pod,) = (pod for pod in pods(manifests) if pod.labels[COMPONENT] == "redis")
     (container,) = pod.containers
     (folder / "data").mkdir()
     found = environment(manifests, container) | changes
-    here = {"valkey-server": shlex.quote(str(find_server())), "/etc/redis": str(folder), "/data": f"{folder}/data"}
+    wheel = {"valkey-server": shlex.quote(str(find_server())), "/etc/redis": str(folder), "/data": f"{folder}/data"}
     for name, text in of_kind(manifests, "ConfigMap")["redis"]["data"].items():
-        for its, ours in here.items():
+        for its, ours in (wheel | here).items():
             text = text.replace(its, ours)
-        if name == "redis.conf":
+        if name == "redis.conf" and not here:
             text += f"port 0\nunixsocket {folder}/socket\n"  # and nowhere else
         (folder / name).write_text(text, encoding="utf-8")
     command = [word.replace("/etc/redis", str(folder)) for word in container["command"]]
@@ -95,6 +104,50 @@ def test_it_does_not_start_without_all_of_its_passwords(tmp_path: Path) -> None:
         finally:
             server.kill()
             server.wait()
+
+
+async def test_with_tls_it_is_known_by_its_certificate_and_speaks_nothing_else(tmp_path: Path) -> None:
+    """The server of Debian's redis-tools, for the wheel's speaks no TLS: of an older version, so one command less."""
+    if shutil.which("redis-check-rdb") is None:
+        pytest.skip("redis-tools are missing")
+    certificates, port = tmp_path / "tls", free_port()
+    make(certificates)
+    for ours, its in (("ca.pem", "ca.crt"), ("redis.pem", "tls.crt"), ("redis.key", "tls.key")):
+        (certificates / ours).rename(certificates / its)
+    here = {
+        "valkey-server": "bash -c 'exec -a redis-server redis-check-rdb \"$@\"' -",
+        "/tls/": f"{certificates}/",
+        "tls-port 6379": f"tls-port {port}",
+        "+client|setinfo ": "",
+    }
+    server, found = started(tmp_path, overlay="gpu", here=here)
+    try:
+        mount, password = f"?ssl_ca_certs={certificates}/ca.crt", found["ROUTER_PASSWORD"]
+        url = f"rediss://outrider-router:{password}@localhost:{port}/0{mount}"
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):  # "localhost" is not what it is called
+            await pinged(url)
+        await pinged(f"{url}&ssl_check_hostname=false")
+        with pytest.raises(Unavailable):
+            await pinged(f"rediss://outrider-router:{password}@localhost:{port}/0")
+        with pytest.raises(Unavailable):
+            await pinged(f"redis://outrider-router:{password}@localhost:{port}/0")
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def pinged(url: str) -> None:
+    """Ping a Redis, within its first seconds."""
+    async with aclosing(connect(url)) as client:
+        for _ in range(100):
+            try:
+                await ping(client)
+            except Unavailable as error:
+                if "refused" not in str(error):
+                    raise
+                await asyncio.sleep(0.05)
+            else:
+                return
 
 
 def test_its_rules_are_those_of_the_code() -> None:

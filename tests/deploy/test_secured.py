@@ -94,17 +94,22 @@ def test_an_ingress_speaks_tls_on_both_sides_and_knows_the_gateway(overlay: str)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_redis_has_passwords_of_the_operator_s_and_a_user_for_each_role(overlay: str) -> None:
-    """Who reaches it at all is in test_network: its texts are not encrypted on their way."""
+def test_redis_has_passwords_of_the_operator_s_a_user_for_each_role_and_tls_but_at_a_demo(overlay: str) -> None:
+    """Who reaches it at all is in test_network."""
     manifests = rendered(overlay)
     assert ("redis" in of_kind(manifests, "Secret")) is (overlay in DEMOS)
+    scheme = "redis" if overlay in DEMOS else "rediss"
     for pod in pods(manifests):
         for container in pod.containers:
             given = environment(manifests, container)
             if "REDIS_URL" in given:
-                assert given["REDIS_URL"].startswith(f"redis://outrider-{pod.component}:")
+                assert given["REDIS_URL"].startswith(f"{scheme}://outrider-{pod.component}:")
+                assert ("/tls" in {it["mountPath"] for it in container["volumeMounts"]}) is (overlay in SECURED)
             if pod.labels[COMPONENT] == "redis":
                 assert all(given[name] for name in given if name.endswith(("PASSWORD", "AUTH")))
+                assert bool(given.get("TLS")) is (overlay in SECURED)
+                probes = [container[f"{kind}Probe"]["exec"]["command"][-1] for kind in ("startup", "readiness")]
+                assert {"--tls" in probe for probe in probes} == {overlay in SECURED}
     policies = of_kind(manifests, "NetworkPolicy")
     assert policies["default-deny"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
 
