@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.listing import Mutant, listed
+from tests.mutants.listing import Mutant, listed, rename
 from tests.mutants.running import PASSED, Copy, Outcome, Result
 from tests.mutants.tool import Verdict, judge
 
@@ -27,7 +27,10 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="what to run; all, unless given")
     parser.add_argument("--only", metavar="NAME", action="append", help="hand-made mutants or areas to run")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
+    parser.add_argument("--renamed", metavar=("OLD", "NEW"), nargs=2, help="give its mutants a function's new name")
     arguments = parser.parse_args()
+    if arguments.renamed:
+        sys.exit(f"{rename(*arguments.renamed)} mutants are those of {arguments.renamed[1]} now")
     figures: dict[str, object] = {}
     surviving = 0
     for part in arguments.part or (["hand-made"] if arguments.only else PARTS):

@@ -14,7 +14,8 @@ from enum import Enum
 from itertools import count
 from pathlib import Path
 
-from tests.mutants.listing import ROOT, Mutant
+from tests.mutants.listing import Mutant
+from tests.mutants.syntax import ROOT
 
 LIMIT_S = 120.0  # for the tests of one mutant; one that hangs is found out
 TEST_LIMIT_S = 60  # for one test: those of the lists take a few seconds
@@ -61,10 +62,10 @@ class Copy:
 
     def judge(self, mutant: Mutant) -> Result:
         """Applies the mutant, runs its tests, takes it back."""
-        file = self.folder / mutant.file
+        file = self.folder / mutant.path
         times = file.stat()
         original = file.read_text(encoding="utf-8")
-        file.write_text(mutant.applied(original), encoding="utf-8")
+        file.write_text(mutant.mutated(), encoding="utf-8")
         when = next(self._times)
         os.utime(file, (when, when))  # compiled modules are taken for new by time and size: both may be the same
         began = time.monotonic()

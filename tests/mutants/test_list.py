@@ -4,37 +4,122 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import redis
 
 from tests.extended import EXTENDED
+from tests.mutants import listing, syntax
 from tests.mutants.listing import ROOT, Mutant, listed
 
 MUTANTS = listed()
 LEAST = 60
 
+CODE = """
+class Tree:
+    @property
+    def size(self):
+        return len(self.nodes)
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: Mutant) -> None:  # bites: of the mutants
-    text = (ROOT / mutant.file).read_text(encoding="utf-8")
-    changed = mutant.applied(text)
-    assert changed != text
-    assert not mutant.file.startswith("tests/")
-    if mutant.file.endswith(".py"):
-        compile(changed, mutant.file, "exec")
-    assert mutant.promise.endswith(".")
-    assert mutant.tests
-    assert not mutant.tests[0].startswith(EXTENDED), "`make test` is to find it out"
+    def graft(self, node):
+        if node in self.nodes or node.root != self.root:
+            self.refused += 1
+            return
+        self.nodes[node] = [it for it in node.children if it]
+"""
+
+
+@pytest.mark.extended
+def test_each_mutant_changes_one_place_and_its_tests_are_there() -> None:  # bites: of the mutants
+    assert [wrong for mutant in MUTANTS if (wrong := problem(mutant))] == []
+
+
+def problem(mutant: Mutant) -> str:
+    """What is wrong with a mutant; empty: nothing."""
+    try:
+        changed = mutant.mutated()
+        if mutant.path.endswith(".py"):
+            compile(changed, mutant.path, "exec")
+    except (ValueError, SyntaxError) as error:
+        return f"{mutant.name}: {error}"
+    if not mutant.promise.endswith(".") or mutant.before == mutant.after or not mutant.tests:
+        return f"{mutant.name}: must have a promise, a change and tests"
+    if mutant.tests[0].startswith(EXTENDED):
+        return f"{mutant.name}: `make test` is to find it out"
     for test in mutant.tests:
         file, _, name = test.partition("::")
         tests = (ROOT / file).read_text(encoding="utf-8")
-        assert not name or re.search(rf"^(async )?def {re.escape(name)}\(", tests, re.MULTILINE)
+        if name and not re.search(rf"^(async )?def {re.escape(name)}\(", tests, re.MULTILINE):
+            return f"{mutant.name}: there is no test {test}"
+    return ""
 
 
 def test_there_are_many_and_each_has_a_name_of_its_own() -> None:  # bites: of the mutants
     assert len(MUTANTS) >= LEAST
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+@pytest.fixture
+def product(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A product of two modules."""
+    folder = tmp_path_factory.mktemp("product")
+    for name in ("one", "two"):
+        (folder / "outrider" / name).mkdir(parents=True)
+        (folder / "outrider" / name / "trees.py").write_text(CODE if name == "one" else "class Tree:\n    pass\n")
+    monkeypatch.setattr(syntax, "ROOT", folder)
+    syntax._scopes.cache_clear()
+    yield
+    syntax._scopes.cache_clear()
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize(
+    ("before", "after", "there"),
+    [
+        ("node.root  !=  self.root", "False", "if node in self.nodes or False:"),
+        ("it for it in node.children if it", "", None),
+        ("[it for it in node.children if it]", "[]", "self.nodes[node] = []"),
+        ("self.refused += 1\nreturn", "pass", "pass"),
+        ("self.nodes", "None", None),  # it is there twice
+        ("len(self.nodes)", "0", None),  # it is in another function
+    ],
+)
+def test_code_is_found_by_its_syntax_in_the_function_that_is_named(  # bites: of the mutants
+    before: str, after: str, there: str | None
+) -> None:
+    if there is None:
+        with pytest.raises((ValueError, SyntaxError)):
+            syntax.replaced("Tree.graft", before, after)
+        return
+    changed = syntax.replaced("Tree.graft", before, after)
+    assert there in changed
+    assert "return len(self.nodes)" in changed
+
+
+@pytest.mark.usefixtures("product")
+def test_a_name_is_of_one_thing() -> None:  # bites: of the mutants
+    assert syntax.scope("one.trees.Tree") == syntax.scope("outrider.one.trees.Tree")
+    for name in ("Tree", "trees.Tree", "raft", "Tree.prune"):
+        with pytest.raises(ValueError, match="must be of one"):
+            syntax.scope(name)
+
+
+def test_mutants_follow_a_function_that_gets_another_name(  # bites: of the mutants
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path_factory.mktemp("lists") / "area.toml"
+    names = ["Tree.graft", "trees.Tree.graft", "Tree.graft_all", "Tree", "Old.Tree.graft.inner"]
+    file.write_text("".join(f'function = "{name}"\n' for name in names))
+    monkeypatch.setattr(listing, "LISTS", [file])
+    assert listing.rename("Tree.graft", "Tree.add") == 3
+    assert re.findall('"(.*)"', file.read_text()) == [
+        "Tree.add",
+        "trees.Tree.add",
+        "Tree.graft_all",
+        "Tree",
+        "Old.Tree.add.inner",
+    ]
 
 
 def test_mutated_scripts_are_lua(redis_url: str) -> None:  # bites: a script that is none is refused
@@ -43,6 +128,6 @@ def test_mutated_scripts_are_lua(redis_url: str) -> None:  # bites: a script tha
     prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
     with redis.Redis.from_url(redis_url) as client:
         for mutant in MUTANTS:
-            if mutant.file.endswith(".lua"):
-                changed = mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
-                client.script_load(changed if mutant.file.endswith("prelude.lua") else prelude + changed)
+            if mutant.path.endswith(".lua"):
+                changed = mutant.mutated()
+                client.script_load(changed if mutant.path.endswith("prelude.lua") else prelude + changed)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.listing import ROOT
 from tests.mutants.running import Copy
+from tests.mutants.syntax import ROOT, scope
 from tests.mutants.tool import EQUIVALENT, Change, Judged, Judgement, Verdict
 
 ENTRIES = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]
@@ -38,11 +38,10 @@ def test_the_report_names_what_survives_and_counts_by_file() -> None:  # bites: 
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["function"])
 def test_an_equivalent_mutant_changes_what_stands_there(entry: dict[str, Any]) -> None:  # bites: of the judge
-    parts = entry["function"].split(".")
-    (file,) = [path for end in (-1, -2) if (path := ROOT.joinpath(*parts[:end]).with_suffix(".py")).is_file()]
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in scope(entry["function"]).file.read_text(encoding="utf-8").splitlines()]
     assert entry["before"] in " ".join(lines)
     assert entry["after"]
     assert entry["before"] not in entry["after"]

@@ -6,7 +6,7 @@ there that run the changed function. One that hangs or crashes is found out like
 `equivalent.toml` lists mutants that no test can find out, because nothing that is promised changes:
 
     [[equivalent]]
-    function = "outrider.core.tree.token_tree.TokenTree.graft"
+    function = "TokenTree.graft"  # as among the hand-made ones
     before = "the changed line or lines, without what surrounds them"
     after = ["the same with the change"]  # one text for each such mutant
     reason = "Why no behaviour differs."
@@ -35,6 +35,7 @@ from mutmut.utils.file_utils import walk_mutatable_files
 from mutmut.utils.format_utils import get_module_from_key, orig_function_and_class_names_from_key
 
 from tests.mutants.running import Copy
+from tests.mutants.syntax import ROOT, scope
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 SHOWN_LINES = 40  # of the tool's output when it could not run
@@ -159,4 +160,9 @@ def _change(file: str, name: str) -> Change:
 def _listed() -> list[Change]:
     """The mutants that are listed as equivalent."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("equivalent", [])
-    return [Change(entry["function"], entry["before"], after) for entry in entries for after in entry["after"]]
+    return [Change(_full(entry["function"]), entry["before"], after) for entry in entries for after in entry["after"]]
+
+
+def _full(function: str) -> str:
+    found = scope(function)
+    return ".".join((*found.file.relative_to(ROOT).with_suffix("").parts, *found.path))
