@@ -45,6 +45,11 @@ DrafterNames = Annotated[tuple[DrafterName, ...], Field(min_length=1)]
 Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
 
 
+REMOVED = {  # keys that there were, with what to do instead
+    "pad_stream_s": "is no longer there; a proxy that buffers answers can hide their pace instead"
+}
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, and an unknown key is an error."""
 
@@ -127,7 +132,6 @@ class RouterConfig(GrpcConfig):
     adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all
     adapter_publishers: tuple[str, ...] = ()  # loaders whose adapters are for all tenants; *: those of all loaders
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
-    pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
     drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
@@ -242,7 +246,6 @@ class GatewayConfig(ServerConfig):
     max_connections: int = Field(default=4096, ge=1)  # connections at the same time; further ones are closed
     body_s: float = Field(default=30.0, gt=0)  # time that a request's body may take to arrive
     timeout_s: float = Field(default=600.0, gt=0)  # time that one request may take
-    pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # seconds between equal pieces of a stream; None: off
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     drain_s: float = Field(default=30.0, ge=0)  # time that answers have to end after a signal
 
@@ -335,7 +338,11 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
         lines = [
             ": ".join((source, *filter(None, [".".join(map(str, entry["loc"]))])))
             + ": "
-            + ("unknown key" if entry["type"] == "extra_forbidden" else entry["msg"].removeprefix("Value error, "))
+            + (
+                REMOVED.get(str(entry["loc"][-1]), "unknown key")
+                if entry["type"] == "extra_forbidden"
+                else entry["msg"].removeprefix("Value error, ")
+            )
             for entry in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None

@@ -80,7 +80,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
         terms, groups = await begun(kind, request)
-        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.pad_stream_s))
+        return await unless_gone(request, answer(terms, groups, form, answers_of(request)))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -18,9 +15,6 @@ from outrider.gateway.errors import refusal
 from outrider.gateway.multiplex import ReceivedPart
 from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm, StreamedText
-
-PADDED_BYTES = 4096  # of a piece of a padded stream; a longer event has a multiple
-MAX_PACED = 64  # events that wait for the next piece
 
 
 class EventStream(StreamingResponse):
@@ -86,40 +80,6 @@ async def server_sent_events(
         yield _event(refusal(error).body)
         return
     yield "data: [DONE]\n\n"
-
-
-async def paced(events: AsyncGenerator[str, None], interval_s: float) -> AsyncGenerator[str, None]:
-    """Yield the events in pieces of equal size at equal intervals, whenever they come: who watches the network sees
-    neither how many tokens came together nor when (arXiv 2411.01076). Padding is a comment, which readers skip.
-    """
-    queue: asyncio.Queue[str | None] = asyncio.Queue(MAX_PACED)
-
-    async def read() -> None:
-        async with aclosing(events):
-            async for event in events:
-                await queue.put(event)
-        await queue.put(None)
-
-    reading = asyncio.create_task(read())
-    due, ended = time.monotonic(), False
-    try:
-        while not ended:
-            pieces: list[str] = []
-            while not queue.empty() and sum(map(len, pieces)) < PADDED_BYTES // 2:
-                piece = queue.get_nowait()
-                ended = piece is None
-                if piece is not None:
-                    pieces.append(piece)
-            if reading.done() and (error := reading.exception()) is not None:
-                raise error
-            text = "".join(pieces)
-            left = -len(text.encode()) % PADDED_BYTES
-            yield f": {'.' * ((left if left >= 4 else left + PADDED_BYTES) - 4)}\n\n" + text
-            due = max(due + interval_s, time.monotonic())
-            await asyncio.sleep(0 if ended else due - time.monotonic())
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _event(content: Json) -> str:

@@ -18,7 +18,7 @@ from outrider.client import AsyncStream, Generation, LogprobRows
 from outrider.errors import Cancelled
 from outrider.gateway import serialize
 from outrider.gateway.answer_body import body_pieces
-from outrider.gateway.event_stream import EventStream, paced, server_sent_events
+from outrider.gateway.event_stream import EventStream, server_sent_events
 from outrider.gateway.held_answers import HeldAnswers
 from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import ResponseTerms
@@ -30,10 +30,10 @@ async def answer(
     groups: Sequence[Sequence[AsyncStream]],
     form: ResponseForm,
     held: HeldAnswers,
-    pad_stream_s: float | None = None,
 ) -> Response:
-    """Return the response with all choices of all prompts, complete or as a stream of events, which with `pad_stream_s`
-    is padded and paced. Complete answers are kept compactly and count to `held`; their JSON is made while it is sent.
+    """Return the response with all choices of all prompts, complete or as a stream of events.
+
+    Complete answers are kept compactly and count to `held`; their JSON is made while it is sent.
 
     Raises the SDK's errors; for a stream of events, only those before the first part.
     """
@@ -47,7 +47,7 @@ async def answer(
             await parts.aclose()
             raise
         events = server_sent_events(form, head, asked, count, first, parts)
-        return EventStream(events if pad_stream_s is None else paced(events, pad_stream_s), parts)
+        return EventStream(events, parts)
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
     async with aclosing(parts):

@@ -14,8 +14,6 @@ from outrider.v1 import types_pb2
 from router.sessions.outbox import Event, FinishedEvent, StartedEvent
 from router.sessions.response import EndReason, ResponsePart
 
-PADDED_BYTES = 2048  # of a message of a padded stream without log-probabilities; longer ones have a multiple
-
 _REASONS = {
     EndReason.STOP: types_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -60,14 +58,6 @@ def event_to_pb(event: Event, contract: Contract, token_text: Callable[[int], by
             return _chunk_to_pb(event, contract, token_text)
         case FinishedEvent():
             return pb.GenerateResponse(finished=_finished_to_pb(event))
-
-
-def pad(message: pb.GenerateResponse, size: int) -> None:
-    """Make a message as long as the next multiple of `size` bytes, which must be more than 130."""
-    left = -message.ByteSize() % size
-    if left < 3 or left == 130:  # a field of one byte has three, and none has 130
-        left += size
-    message.padding = bytes(left - 2 if left <= 129 else left - 3 if left <= 3 + 16383 else left - 4)
 
 
 def _chunk_to_pb(part: ResponsePart, contract: Contract, token_text: Callable[[int], bytes]) -> pb.GenerateResponse:

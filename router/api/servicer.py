@@ -23,7 +23,7 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
 from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
 from router.api.auth import caller_tenant
-from router.api.messages import PADDED_BYTES, adapter_to_pb, event_to_pb, pad, session_to_pb
+from router.api.messages import adapter_to_pb, event_to_pb, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
 from router.reporting.request_metrics import RequestMetrics
@@ -243,9 +243,9 @@ class GenerateServicer(InferenceServicer):
     def _route(self, route: pb.AnswerRoute) -> tuple[bytes, int] | None:
         """Return the stream and the handle that a call's events go to; None: they go on the call itself.
 
-        It is a copy, because a part of a request keeps all of it in memory. Padded messages go one by one.
+        It is a copy, because a part of a request keeps all of it in memory.
         """
-        if self._router.config.pad_stream_s is not None or len(route.stream) != NAME_BYTES:
+        if len(route.stream) != NAME_BYTES:
             return None
         return bytes(route.stream), route.handle
 
@@ -277,8 +277,7 @@ class GenerateServicer(InferenceServicer):
     @asynccontextmanager
     async def _outbox(self) -> AsyncIterator[Outbox]:
         """Yield the outbox of a call. At the end of the body the client has been sent everything, or does not read."""
-        config = self._router.config
-        outbox = Outbox(config.window, config.pad_stream_s)
+        outbox = Outbox(self._router.config.window)
         self._outboxes.add(outbox)
         try:
             async with outbox:
@@ -302,9 +301,8 @@ class GenerateServicer(InferenceServicer):
             if before.epoch > opened.token_log.epoch:  # the earlier call here has taken it over meanwhile
                 raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
             before.supersede(opened.token_log.epoch)
-        paced = self._router.config.pad_stream_s is not None
         outbox.begin(
-            partial(_send, self._router.turns, writer, opened, paced),
+            partial(_send, self._router.turns, writer, opened),
             opened.position,
             opened.text_offset,
             partial(_send_now, writer, opened),
@@ -355,15 +353,13 @@ class GenerateServicer(InferenceServicer):
         )
 
 
-async def _send(
-    turns: LoopTurns, writer: AnswerWriter, opened: OpenedGeneration, paced: bool, event: Event | None
-) -> None:
+async def _send(turns: LoopTurns, writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> None:
     """Send an event. The message of tokens from the log is made in a turn of the tenant, which ends before it is
     written: a client that does not read holds no turn."""
     if isinstance(event, ResponsePart) and event.replayed:
-        message = await turns.run(opened.record.tenant, _message, opened, paced, event)
+        message = await turns.run(opened.record.tenant, _message, opened, event)
     else:
-        message = _message(opened, paced, event)
+        message = _message(opened, event)
     await writer.write(message)
 
 
@@ -371,13 +367,9 @@ def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> b
     """Send new tokens, if the client's stream of answers takes them at once. Return whether it did."""
     if not isinstance(event, ResponsePart) or event.replayed or not writer.ready:
         return False
-    writer.write_now(_message(opened, False, event))
+    writer.write_now(_message(opened, event))
     return True
 
 
-def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
-    contract, model = opened.turn.contract, opened.model
-    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, model.token_text)
-    if paced:
-        pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
-    return message
+def _message(opened: OpenedGeneration, event: Event) -> pb.GenerateResponse:
+    return event_to_pb(event, opened.turn.contract, opened.model.token_text)

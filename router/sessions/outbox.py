@@ -8,17 +8,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Self, TypeAlias
 
 from outrider.core.tools.answer_reader import ModelForm
 from outrider.errors import InternalError, OutriderError, Unavailable
 from router.reporting.usage_stats import UsageStats
-from router.sessions.response import EndReason, ResponsePart, merged_part
+from router.sessions.response import EndReason, ResponsePart
 
 SLOW_CLIENT_S = 10.0  # a client that does not read for so long loses its slot, and gets one again when it reads
 FLUSH_S = 0.2  # how long a client has to read the rest when its call ends with an error
-PACED_TOKENS = 64  # from so many tokens on, the rest of them waits for the next message of a paced response
 NOT_READ = "the client did not read for a while and lost its slot; resume the generation"
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class FinishedEvent:
 
 
 Event: TypeAlias = StartedEvent | ResponsePart | FinishedEvent
-Write: TypeAlias = Callable[[Event | None], Awaitable[None]]  # sends an event, or for None padding alone
+Write: TypeAlias = Callable[[Event], Awaitable[None]]  # sends an event
 WriteNow: TypeAlias = Callable[[Event], bool]  # sends an event if that needs no wait; returns whether it did
 
 
@@ -72,10 +70,7 @@ class Outbox:
     whatever `write` raised.
     """
 
-    def __init__(self, window: int, interval_s: float | None = None) -> None:
-        """`interval_s`: send something every so many seconds and at no other time, whenever tokens come (arXiv
-        2411.01076); None: send events as they come."""
-        self._interval_s = interval_s
+    def __init__(self, window: int) -> None:
         self.end = 0, 0  # position and text offset behind the latest event
         self.on_progress: Callable[[], None] = _nothing  # called after each part that was sent
         self.on_error: Callable[[OutriderError], None] = _ignore  # called when nothing more can be sent
@@ -111,7 +106,7 @@ class Outbox:
         """Start to send to a client that has everything before that position and text offset. `write` raises Cancelled
         when its call has ended. `write_now` is tried first for what is put while nothing waits: no task has to run."""
         self._written, self.end = position, (position, text_offset)
-        if write_now is not None and self._interval_s is None:
+        if write_now is not None:
             self._write_now = write_now
         self._writing = asyncio.create_task(self._deliver(write))
 
@@ -171,10 +166,7 @@ class Outbox:
 
     async def _deliver(self, write: Write) -> None:
         try:
-            if self._interval_s is None:
-                await self._send_all(write)
-            else:
-                await self._send_paced(write, self._interval_s)
+            await self._send_all(write)
         except OutriderError as error:
             self._error = error
         except Exception:
@@ -191,41 +183,11 @@ class Outbox:
                 continue
             entry = self._entries[0]
             for event in entry.events:
-                await self._write(write, event)
+                await write(event)
+                self._count_written(event)
             self._entries.popleft()
 
-    async def _send_paced(self, write: Write, interval_s: float) -> None:
-        """Send what has come, or padding, at equal intervals."""
-        due = time.monotonic()
-        while not (self._closed and self.empty):
-            event, read = self._merged()
-            await self._write(write, event)
-            for _ in range(read):
-                self._entries.popleft()
-            due = max(due + interval_s, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-
-    def _merged(self) -> tuple[Event | None, int]:
-        """Return the next event to send, a run of parts as one, and how many entries have been read to their ends."""
-        parts: list[ResponsePart] = []
-        for read, entry in enumerate(self._entries):
-            while (event := next(entry.events, None)) is not None:
-                if isinstance(event, ResponsePart) and (not parts or event.fits_behind(parts[-1])):
-                    parts.append(event)
-                    if sum(len(part.tokens) for part in parts) < PACED_TOKENS:
-                        continue
-                elif not parts:
-                    return event, read
-                else:
-                    entry.events = chain((event,), entry.events)
-                return merged_part(parts), read
-        return (merged_part(parts) if parts else None), len(self._entries)
-
-    async def _write(self, write: Write, event: Event | None) -> None:
-        await write(event)
-        self._count_written(event)
-
-    def _count_written(self, event: Event | None) -> None:
+    def _count_written(self, event: Event) -> None:
         self._progress = time.monotonic()
         if isinstance(event, ResponsePart):
             self._written = event.position + len(event.tokens)

@@ -46,22 +46,6 @@ class ResponsePart:
         """Whether its tokens come from the log."""
         return len(self.tokens) > len(self.gaps)
 
-    def fits_behind(self, other: ResponsePart) -> bool:
-        """Whether the two can become one part: both from commits, or both from the log."""
-        return bool(self.gaps) == bool(other.gaps) or not self.tokens or not other.tokens
-
-
-def merged_part(parts: Sequence[ResponsePart]) -> ResponsePart:
-    """Return parts that follow one another as one part."""
-    return ResponsePart(
-        parts[0].position,
-        tuple(token for part in parts for token in part.tokens),
-        tuple(gap for part in parts for gap in part.gaps),
-        b"".join(part.logprobs for part in parts),
-        "".join(part.text for part in parts),
-        parts[-1].text_offset,
-    )
-
 
 def unsent_parts(parts: Iterable[ResponsePart], next_position: int, text_offset: int) -> Iterator[ResponsePart]:
     """Yield what a client lacks of a response's parts if it has everything before `next_position` and `text_offset`."""

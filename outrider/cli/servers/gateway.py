@@ -37,9 +37,6 @@ def gateway(
     max_connections: Annotated[int | None, typer.Option(help="Connections at the same time. [default: 4096]")] = None,
     body_s: Annotated[float | None, typer.Option(help="Seconds that a body may take to arrive. [default: 30]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
-    pad_stream_s: Annotated[
-        float | None, typer.Option(help="Seconds between equal pieces of a stream. [default: as tokens come]")
-    ] = None,
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that running answers get after a SIGTERM. [default: 30]")
     ] = None,

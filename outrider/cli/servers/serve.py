@@ -204,9 +204,6 @@ def router(
         list[str] | None,
         typer.Option(metavar="TENANT", help="Drafters may learn from this tenant's texts; *: all. May be repeated."),
     ] = None,
-    pad_stream_s: Annotated[
-        float | None, typer.Option(help="Seconds between equal messages of an answer. [default: as tokens come]")
-    ] = None,
     auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
     share_port: Annotated[
         bool | None, typer.Option(help="Let other routers listen on the same address, for a share of connections.")
