@@ -215,7 +215,11 @@ def _credentials(served: ServedTls, mutual: bool) -> grpc.ServerCredentials:
         used = served.renewed()
         return None if used is None else configured(used)
 
-    return grpc.dynamic_ssl_server_credentials(configured(served.latest()), renewed, mutual)
+    return grpc.dynamic_ssl_server_credentials(
+        configured(served.latest()),
+        renewed,  # type: ignore[arg-type]  # its stubs forget None: as it is
+        mutual,
+    )
 
 
 def _bind(
