@@ -22,6 +22,12 @@ def commands() -> Iterator[tuple[str, Any]]:
             yield name, command
 
 
+def flags_of(command: Any) -> list[Any]:
+    """A command's arguments and flags."""
+    command.get_params(command.context_class(command))  # some are made when they are asked for
+    return [*command.params]
+
+
 def reference() -> str:
     """All commands, in Markdown."""
     return "\n\n".join(_command(name, command) for name, command in commands())
@@ -32,7 +38,7 @@ def _command(name: str, command: Any) -> str:
     usage = " ".join([context.info_name, *command.collect_usage_pieces(context)])
     rows = [
         (code(record[0]), record[1].replace("  ", " "))
-        for parameter in command.params
+        for parameter in flags_of(command)
         if (record := parameter.get_help_record(context))
     ]
     parts = [f"## outrider {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from typing import Any
 
-from docs.hooks.commands import commands
-from docs.hooks.comments import field_comments
+from docs.hooks.commands import commands, flags_of
 from docs.hooks.tables import code, table
 from outrider import config
+from outrider.cli.flags import description
 from outrider.config import Section
 from outrider.simulation import deployment
 from outrider.training import recipe
@@ -33,18 +32,12 @@ SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("`[[kind]]`", deployment.DrafterKind, ""),
     ("`[[phase]]`", deployment.TrafficPhase, ""),
 )
-RENAMED = {"url": "redis", "context": "context_tokens"}  # keys whose flag's parameter has another name
+RENAMED = {"url": "redis"}  # keys whose flag's parameter has another name
 
 
 def reference() -> str:
     """All sections, in Markdown."""
     return "\n\n".join(_section(*entry) for entry in SECTIONS)
-
-
-def description(section: type[Section], key: str) -> str:
-    """The comment behind a key, or on the lines above it, in the class that declares it; "" where there is none."""
-    owner = next(base for base in section.__mro__ if key in vars(base).get("__annotations__", {}))
-    return re.sub(r"\bNone: ", "left out: ", field_comments(owner)[key])
 
 
 def _section(heading: str, section: type[Section], command: str) -> str:
@@ -66,7 +59,7 @@ def _flags(command: str) -> dict[str, list[str]]:
         return {}
     return {
         parameter.name: [*map(code, parameter.opts), *([code(parameter.envvar)] if parameter.envvar else [])]
-        for parameter in dict(commands())[command].params
+        for parameter in flags_of(dict(commands())[command])
     }
 
 

@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 import outrider
-from docs.hooks.comments import field_comments
 from docs.hooks.tables import code, table
 from outrider import errors
+from outrider.cli.comments import field_comments
 
 CLIENT = "AsyncClient"  # `Client` has the same methods
 STREAM = "AsyncStream"

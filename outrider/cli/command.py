@@ -54,6 +54,11 @@ def parse_count(text: str | int) -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
+def count_in(text: str) -> str | int:
+    """Return a number like 20M as one, and other texts as they are."""
+    return parse_count(text) if re.fullmatch(r"\d+(\.\d+)?[KMB]", text.strip().upper()) else text
+
+
 @contextmanager
 def reported() -> Iterator[None]:
     """Print an OutriderError of the block to stderr and turn it into the exit status."""

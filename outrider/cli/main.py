@@ -17,10 +17,10 @@ from outrider.cli.performance.plan import plan
 from outrider.cli.performance.simulate import simulate
 from outrider.cli.servers.certs import certs
 from outrider.cli.servers.describe import describe
-from outrider.cli.servers.gateway import gateway
+from outrider.cli.servers.gateway import GATEWAY, gateway
 from outrider.cli.servers.keys import keys
 from outrider.cli.servers.redis_acl import redis_acl
-from outrider.cli.servers.serve import drafter, router, verifier
+from outrider.cli.servers.serve import DRAFTER, ROUTER, VERIFIER, drafter, router, verifier
 from outrider.cli.servers.up import up
 from outrider.cli.verification.verify import verify
 
@@ -39,10 +39,6 @@ for command in (
     trace,
     bench,
     verify,
-    router,
-    verifier,
-    drafter,
-    gateway,
     describe,
     pad,
     index,
@@ -52,6 +48,8 @@ for command in (
     redis_acl,
 ):
     app.command()(command)
+for server, flags in ((router, ROUTER), (verifier, VERIFIER), (drafter, DRAFTER), (gateway, GATEWAY)):
+    app.command(cls=flags)(server)
 app.add_typer(adapters, name="adapters")
 app.add_typer(keys, name="keys")
 app.add_typer(train, name="train")

@@ -132,7 +132,7 @@ def test_a_busy_port_is_named(redis_url: str, busy: str) -> None:
         (("router", "--model", "t=x", "--wait-us", "-1"), ("wait_us", "greater than or equal to 0")),
         (("router", "--model", "t=x", "--policy", "best"), ("policy", "'heuristic', 'fixed', 'rounds' or 'off'")),
         (("verifier", "--model", "x", "--dtype", "int2"), ("dtype", "'bfloat16', 'float8', 'int8' or 'int4'")),
-        (("verifier", "--model", "x", "--threads", "two"), ("--threads", "valid integer")),
+        (("verifier", "--model", "x", "--threads", "two"), ("threads", "valid integer")),
         (("drafter", "--model", "x", "--level-nodes", "0"), ("level_nodes", "greater than or equal to 1")),
         (("drafter", "--model", "x", "--speed", "9"), ("--speed",)),
         (("drafter", "--model", "x", "--dtype", "int2"), ("dtype", "'bfloat16', 'float8', 'int8' or 'int4'")),

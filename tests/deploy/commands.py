@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import typer
 
+from outrider.cli import flags
 from outrider.cli.main import app
-from outrider.cli.servers import serve
 from outrider.client import _connection
 from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, Section, VerifierConfig
 
@@ -34,14 +34,15 @@ def parsed(arguments: list[str], environment: dict[str, str], monkeypatch: pytes
         for name, value in environment.items():
             patch.setenv(name, value)
         context = _commands()[role].make_context(role, rest)
-    return Command(role, serve.section(KINDS[role], context), context.params.get("redis"))
+    return Command(role, flags.section(context), context.params.get("redis"))
 
 
 def read_from_environment(role: str) -> set[str]:
     """The variables that a role's own code reads: its flags', and the gateway's as a client of the router."""
-    named = [parameter.envvar for parameter in _commands()[role].params]
-    flags = {name for given in named if given for name in ([given] if isinstance(given, str) else given)}
-    return flags | (set(_connection.VARIABLES) if role == "gateway" else set())
+    command = _commands()[role]
+    named = [parameter.envvar for parameter in command.get_params(command.context_class(command))]
+    variables = {name for given in named if given for name in ([given] if isinstance(given, str) else given)}
+    return variables | (set(_connection.VARIABLES) if role == "gateway" else set())
 
 
 @cache

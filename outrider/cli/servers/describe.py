@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import typer
 
 from outrider.cli.command import reported
-from outrider.cli.servers.serve import Ca, Cert, PrivateKey
+from outrider.cli.flags import TLS
 from outrider.core.session.speculation_status import printable
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
+Ca = Annotated[Path | None, typer.Option(envvar=TLS["ca"], help="The CA whose certificates are trusted, for TLS.")]
+Cert = Annotated[Path | None, typer.Option(envvar=TLS["cert"], help="This tool's certificate; it names the role.")]
+PrivateKey = Annotated[Path | None, typer.Option(envvar=TLS["key"], help="File with the certificate's private key.")]
 Rows = list[tuple[str, str]]  # (property, value)
 Costs = dict[int, float]  # seconds of a pass over n tokens
 

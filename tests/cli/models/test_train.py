@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,8 @@ def flags(recipe: Section, fixed: Collection[str] = ()) -> list[str]:
 
 
 def parsed(name: str, arguments: list[str]) -> Section:
-    return recipe_of(type(RECIPES[name][0]), command(name).make_context(name, arguments), **FIXED.get(name, {}))
+    context = command(name).make_context(name, arguments)
+    return recipe_of(type(RECIPES[name][0]), context, context.params["recipe"], **FIXED.get(name, {}))
 
 
 @pytest.mark.parametrize(("name", "recipe"), ALL)
@@ -122,16 +122,6 @@ def test_every_setting_has_a_flag_that_was_tried() -> None:  # bites: the recipe
     for recipes in RECIPES.values():
         tried = {field for recipe in recipes for field in recipe.model_fields_set}
         assert tried == type(recipes[0]).model_fields.keys()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_help_states_the_defaults_of_the_recipe(name: str) -> None:
-    fields = type(RECIPES[name][0]).model_fields
-    for parameter in command(name).params:
-        match = re.search(r"\[default: ([\w.*:-]+)\]", parameter.help or "")
-        if match:
-            default = fields["context" if parameter.name == "context_tokens" else parameter.name].default
-            assert str(default).removesuffix(".0") == match[1], parameter.name
 
 
 def test_flags_come_before_the_recipe_whose_paths_are_relative_to_it(tmp_path: Path) -> None:
@@ -192,7 +182,7 @@ def test_a_mistake_is_one_message_and_status_2(arguments: list[str], fragment: s
     assert not Path("o.run").exists()
 
 
-def test_a_count_that_is_none_is_reported_with_its_flag() -> None:
+def test_a_count_that_is_no_number_is_reported_with_its_key() -> None:
     result = CliRunner().invoke(app, ["train", "drafter", "--tokens", "many"])
     assert result.exit_code == 2
-    assert "150M" in result.output
+    assert "tokens: Input should be a valid integer" in result.output
