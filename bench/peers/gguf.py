@@ -2,19 +2,18 @@
 
 Only the model is written. There is no tokenizer (`tokenizer.ggml.model` is "no_vocab"), so readers of the file work on
 token ids. Ids from `outrider_unpadded_vocabulary` on are in the file like any others; the sampler must exclude them.
-
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +21,12 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_co
 from outrider.engine.eager.weights import interleave
 from outrider.errors import CheckpointError
 
-MAGIC, VERSION = b"GGUF", 3
-ALIGNMENT = 32  # bytes
-# The format's codes of value types and tensor types.
-UINT32, FLOAT32, STRING = 4, 6, 8
-TENSOR_TYPES = {torch.float32: 0, torch.bfloat16: 30}
+_TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
+_ADD: dict[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {
+    int: gguf.GGUFWriter.add_uint32,
+    float: gguf.GGUFWriter.add_float32,
+    str: gguf.GGUFWriter.add_string,
+}
 
 Value = int | float | str
 
@@ -54,30 +54,25 @@ def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] =
     config = read_config(folder)
     if config.head_norms or config.model_type not in ("llama", "mistral"):
         raise CheckpointError(f"{folder}: only models of type llama and mistral are written as GGUF")
-    values, tensors = metadata(config), list(gguf_tensors(Weights(folder), config, getattr(torch, dtype)))
-    draft = path.with_suffix(".part")
-    with draft.open("wb") as file:
-        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(values)))
-        for key, value in values.items():
-            file.write(_string(key) + _value(value))
-        offset = 0
-        for tensor in tensors:
-            file.write(_string(tensor.name) + struct.pack("<I", len(tensor.shape)))
-            file.write(struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)))
-            file.write(struct.pack("<IQ", TENSOR_TYPES[tensor.dtype], offset))
-            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        _align(file)
-        for tensor in tensors:
-            file.write(tensor.make().to(tensor.dtype).contiguous().view(torch.uint8).numpy().data)
-            _align(file)
+    tensors, draft = list(gguf_tensors(Weights(folder), config, getattr(torch, dtype))), path.with_suffix(".part")
+    writer = gguf.GGUFWriter(draft, "llama")
+    for key, value in metadata(config).items():
+        _ADD[type(value)](writer, key, value)
+    for tensor in tensors:
+        kind = _TYPES[tensor.dtype]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.make().to(tensor.dtype).contiguous().view(torch.uint8).numpy())
+    writer.close()
     os.replace(draft, path)
 
 
 def metadata(config: ModelConfig) -> Mapping[str, Value]:
     """Return the keys that describe the model's shape to llama.cpp."""
     return {
-        "general.architecture": "llama",
-        "general.alignment": ALIGNMENT,
         "llama.vocab_size": config.vocabulary,
         "llama.context_length": config.context,
         "llama.embedding_length": config.width,
@@ -139,21 +134,3 @@ def _rope_divisors(config: ModelConfig) -> Tensor:
     """Return the divisor of each frequency in Llama 3.1's scaling: [head_dim / 2]."""
     plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
     return torch.from_numpy(plain / config.rope.frequencies(config.head_dim))
-
-
-def _string(text: str) -> bytes:
-    encoded = text.encode()
-    return struct.pack("<Q", len(encoded)) + encoded
-
-
-def _value(value: Value) -> bytes:
-    """Return an encoded value, with its type before it."""
-    if isinstance(value, str):
-        return struct.pack("<I", STRING) + _string(value)
-    if isinstance(value, float):
-        return struct.pack("<If", FLOAT32, value)
-    return struct.pack("<II", UINT32, value)
-
-
-def _align(file: BinaryIO) -> None:
-    file.write(bytes(-file.tell() % ALIGNMENT))
