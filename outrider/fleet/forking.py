@@ -22,12 +22,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 
 from outrider.fleet.forkserver import READY
-from outrider.rpc.lifecycle import FAIL_ONCE, PARENT
+from outrider.rpc.lifecycle import PARENT
 
 LOAD_S = 120.0  # timeout of all imports, on a busy machine
 FORK_S = 30.0  # timeout of one fork
 # Variables that no library reads while it loads. The last one differs in each test of a run.
-READ_LATER = frozenset({"REDIS_URL", PARENT, FAIL_ONCE, "PYTEST_CURRENT_TEST"})
+READ_LATER = frozenset({"REDIS_URL", PARENT, "PYTEST_CURRENT_TEST"})
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -15,7 +15,6 @@ from outrider.errors import InternalError, OutriderError
 from outrider.rpc.core_dumps import forbid_core_dumps
 
 PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
-FAIL_ONCE = "OUTRIDER_FAIL_ONCE"  # environment, for tests: tasks that are to fail once (outrider.rpc.supervision)
 USER_ERROR_STATUS = 2  # exit status of an error that the user can fix
 _PR_SET_PDEATHSIG = 1
 

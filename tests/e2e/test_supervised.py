@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +17,8 @@ import outrider
 from outrider.config import load_cluster
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.supervisor import ClusterSupervisor
-from outrider.rpc.lifecycle import FAIL_ONCE
 from tests.e2e.conftest import MODELS
+from tests.failing import FAIL_ONCE
 from tests.loops import stalls
 
 FILE = f"""
@@ -75,13 +77,22 @@ async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
     config, lines, reports = load_cluster(file), list[tuple[str, str]](), list[str]()
     first, then = tmp_path / "first", tmp_path / "then"
     faults = {name: first for names in KEPT.values() for name in names} | dict.fromkeys(NEEDED.values(), then)
-    monkeypatch.setenv(FAIL_ONCE, ",".join(f"{name}@{path}" for name, path in faults.items()))
+    at_faults = ",".join(f"{name}@{path}" for name, path in faults.items())
+
+    async def start(
+        arguments: Sequence[str], environment: Mapping[str, str], **_: object
+    ) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "tests.failing", *arguments]
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        return await asyncio.create_subprocess_exec(*command, env={**environment, FAIL_ONCE: at_faults}, **pipes)
+
+    monkeypatch.setattr("outrider.fleet.process.start_child", start)
 
     def failed(server: str) -> Counter[str]:
         return Counter(found[1] for name, line in lines if name.startswith(server) and (found := FAILED.search(line)))
 
     async with LocalCluster(config, forward=lambda name, line: lines.append((name, line))) as cluster:
-        monkeypatch.delenv(FAIL_ONCE)  # what is started again does not fail
+        monkeypatch.undo()  # what is started again does not fail
         keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, reports.append).run())
         pages = {name: line.rpartition(" ")[2] for name, line in lines if ": metrics at " in line}
         texts: set[str] = set()

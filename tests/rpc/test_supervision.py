@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 import pytest
 
 from outrider.errors import InternalError
 from outrider.rpc import supervision
-from outrider.rpc.lifecycle import FAIL_ONCE
-from outrider.rpc.supervision import InjectedFault, keep_running, run_required, supervising
+from outrider.rpc.supervision import keep_running, supervising
 
 
 @pytest.fixture(autouse=True)
@@ -106,35 +104,3 @@ async def test_a_server_that_is_cancelled_leaves_no_task_and_counts_none() -> No
     await asyncio.gather(task, return_exceptions=True)
     assert asyncio.all_tasks() == before
     assert ends("chore") == ends("heart") == 0
-
-
-async def test_a_fault_is_injected_once_in_the_midst_of_the_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "now"
-    monkeypatch.setenv(FAIL_ONCE, f"other@{file},a chore@{file}")
-    supervision._faults.cache_clear()
-    cleaned: list[str] = []
-    rounds = 0
-
-    async def work() -> None:
-        nonlocal rounds
-        try:
-            async with asyncio.timeout(60):
-                while True:
-                    await asyncio.sleep(0.01)
-                    rounds += 1
-                    file.touch()
-        except InjectedFault as fault:
-            cleaned.append(str(fault))
-            raise
-
-    with pytest.raises(InjectedFault):
-        await run_required("a chore", work)
-    assert cleaned == ["a chore"]
-    assert 1 <= rounds <= 20
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await run_required("a chore", work)
-    assert supervision._faults() == {"other": str(file)}
-    supervision._faults.cache_clear()
