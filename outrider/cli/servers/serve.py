@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import typer
 
@@ -22,6 +23,8 @@ from outrider.telemetry import logs
 if TYPE_CHECKING:
     from outrider.config import DrafterConfig, RouterConfig, ServerConfig, VerifierConfig
 
+
+Service: TypeAlias = Callable[..., Coroutine[Any, Any, None]]
 
 ROUTER = configured("outrider.config:RouterConfig", "count", *RAY, variables=TLS | OBSERVED)
 VERIFIER = configured("outrider.config:VerifierConfig", variables=TLS | OBSERVED)
@@ -44,34 +47,30 @@ def router(context: typer.Context, redis: Redis) -> None:
 def verifier(context: typer.Context, redis: Redis) -> None:
     """Hold the target model: verify token trees and commit the tokens that the target chooses."""
     config: VerifierConfig = section(context)
-    checkpoints = [folder for folder in (config.model, config.heads, config.features) if folder]
-    with _server_process("verifier", config, loads=str(config.model), checkpoints=checkpoints) as announce:
-
-        def service() -> Coroutine[Any, Any, None]:
-            if config.tensor_parallel > 1:
-                from outrider.fleet import ranks
-
-                return ranks.run("verifier", config, redis, announce=announce)
-            from verifier_svc.server import run
-
-            return run(config, redis, announce=announce)
-
-        run_until_signal(_run_with_redis(redis, service))
+    _work("verifier", config, redis, (config.model, config.heads, config.features))
 
 
 def drafter(context: typer.Context, redis: Redis) -> None:
     """Draft ahead of a target: grow token trees and stream them to a verifier, or to a tier of better drafters."""
     config: DrafterConfig = section(context)
-    checkpoints = [folder for folder in (config.model, config.target, config.heads) if folder]
-    with _server_process("drafter", config, loads=str(config.model), checkpoints=checkpoints) as announce:
+    _work("drafter", config, redis, (config.model, config.target, config.heads))
+
+
+def _work(
+    role: Literal["verifier", "drafter"],
+    config: VerifierConfig | DrafterConfig,
+    redis: str,
+    checkpoints: Iterable[Path | None],
+) -> None:
+    loads = str(config.model)
+    with _server_process(role, config, loads=loads, checkpoints=filter(None, checkpoints)) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
                 from outrider.fleet import ranks
 
-                return ranks.run("drafter", config, redis, announce=announce)
-            from drafter_svc.server import run
-
+                return ranks.run(role, config, redis, announce=announce)
+            run: Service = import_module(f"{role}_svc.server").run
             return run(config, redis, announce=announce)
 
         run_until_signal(_run_with_redis(redis, service))
