@@ -28,9 +28,9 @@ from bench.options import padded_model
 from outrider.cli.command import parse_count, reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.batch import Segment
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.lifecycle import run_until_signal
 

@@ -38,8 +38,8 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from bench.rows.rounds import RoundGrowth, RoundRunner, RoundText
     from outrider.engine.checkpoints.padding import PaddedWeights
-    from outrider.engine.device import DeviceEngine
-    from outrider.engine.device.weights import DeviceDtype
+    from outrider.engine.gpu import DeviceEngine
+    from outrider.engine.gpu.weights import DeviceDtype
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "tiny": "tiny"}
@@ -167,7 +167,7 @@ def main(
         print(NOTHING, flush=True)
         return
     with reported():
-        from outrider.engine.device.devices import check_device
+        from outrider.engine.gpu.devices import check_device
 
         chosen = str(check_device(device or "cuda"))
         for shape in shapes or ():
@@ -328,7 +328,7 @@ class GpuRun:
     def _engine(
         self, weights: PaddedWeights, slots: int, dtype: DeviceDtype, adapters: int = 0, heads: Path | None = None
     ) -> DeviceEngine:
-        from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
+        from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
         from outrider.engine.heads.config import read_heads_config
 
         engine = DeviceEngine.of(

@@ -26,7 +26,7 @@ from outrider.cli.command import FAILURE
 ROOT = Path(__file__).parents[1]
 KILL_S = 5.0  # that a part has to end after its limit
 TESTS = (
-    "tests/engine/device",
+    "tests/engine/gpu",
     "tests/verifier/test_drawn_by_engine.py",
     "tests/drafter/test_ranked_by_engine.py",
     "tests/drafter/sessions/test_eagle_session.py",

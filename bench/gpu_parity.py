@@ -24,11 +24,11 @@ from outrider.cli.command import FAILURE, reported
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.adapters.low_rank import MODULES
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_config
-from outrider.engine.device import DeviceEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.masks import tree_mask
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.masks import tree_mask
+from outrider.engine.torch_layers.engine import NativeEngine
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1e-3  # of a gap between two logits

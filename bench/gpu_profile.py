@@ -27,15 +27,15 @@ from bench.gpu import ROOT, SHAPES, GpuRun
 from bench.low_rank_files import make_adapter
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
-from outrider.engine.batch import Segment
-from outrider.engine.device.token_choice import VERIFIED
+from outrider.engine.gpu.sampling.token_choice import VERIFIED
 from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, Growth
 from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
-from outrider.engine.masks import tree_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.masks import tree_mask
 
 if TYPE_CHECKING:
     from outrider.engine.checkpoints.checkpoint import ModelConfig
-    from outrider.engine.device import DeviceEngine
+    from outrider.engine.gpu import DeviceEngine
 
 STEPS = 12
 WARM_UPS = 3

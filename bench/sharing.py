@@ -26,10 +26,10 @@ from rich.console import Console
 from outrider.cli.command import parse_count, reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.kv_slots import KvSlots
+from outrider.engine.interface.batch import Segment
+from outrider.engine.kv.kv_slots import KvSlots
 from outrider.fleet.cluster import LocalCluster
 
 VOCABULARY = 4096  # of the reference models

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from drafter_svc.scheduler import DraftScheduler
-from outrider.core.control.version_comparison import AgreementCounts, worse
+from outrider.core.control.drafters.version_comparison import AgreementCounts, worse
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.engine.loading import outline
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import OutriderError, TokenizerMismatch

@@ -20,20 +20,20 @@ from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
-from outrider.engine.engine import SCRATCH, Engine
+from outrider.engine.interface.engine import SCRATCH, Engine
 from outrider.engine.loading import load_engine, outline, requires_torch
-from outrider.engine.ranks.group import ALONE, Group
-from outrider.engine.ranks.leader import lead
+from outrider.engine.tensor_parallel.group import ALONE, Group
+from outrider.engine.tensor_parallel.leader import lead
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
+from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 
 
@@ -97,7 +97,7 @@ def _heads_engine(folder: Path, config: DrafterConfig) -> Engine:
         from outrider.engine.heads.eagle_engine import EagleEngine
     if config.device == "cpu":
         return EagleEngine.load(folder, target, precise=precise, slots=config.slots, threads=config.threads)
-    from outrider.engine.device.fed_eagle import FedEagle
+    from outrider.engine.gpu.eagle.fed_eagle import FedEagle
 
     engine = FedEagle.load_heads(folder, target, device=config.device, precise=precise, slots=config.slots)
     engine.record()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outrider.core.session.contract import Adapter
 from outrider.engine.adapters.low_rank import adapter_folder
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
+from outrider.upstream_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 
 
 class LowerTier(Protocol):

@@ -30,13 +30,13 @@ from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor
 from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
-from outrider.engine.kv_slots import AcquiredSlot, KvSlots
-from outrider.engine.logits import Logits, logits_rows
-from outrider.engine.page_budget import PageBudget
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import Logits, logits_rows
+from outrider.engine.kv.kv_slots import AcquiredSlot, KvSlots
+from outrider.engine.kv.page_budget import PageBudget
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram

@@ -12,8 +12,7 @@ import grpc.aio
 from drafter_svc.loading import check_settings, hot_reload, with_model, without_model
 from drafter_svc.scheduler import DraftScheduler
 from outrider.config import DrafterConfig
-from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.engine.ranks.group import ALONE, Group
+from outrider.engine.tensor_parallel.group import ALONE, Group
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.server import serving
@@ -26,6 +25,7 @@ from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server
 

@@ -16,12 +16,12 @@ from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
-from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.errors import InvalidRequest, Moved, Overloaded
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import server_span
 from outrider.store.registry import TOP, Worker
 from outrider.telemetry.metrics import register_metric
+from outrider.upstream_server.servicer import DraftStreamServicer
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterServicer

@@ -6,7 +6,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
-from outrider.engine.batch import Segment
+from outrider.engine.interface.batch import Segment
 
 Array = NDArray[Any]
 

@@ -36,7 +36,7 @@ def _as_list(value: Any) -> Any:
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
-ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.tools.formats
+ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")

@@ -11,7 +11,7 @@ from functools import partial
 import grpc.aio
 
 from outrider.config import RouterConfig
-from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.rpc.server import ServerLimits, serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tickets import TicketSigner

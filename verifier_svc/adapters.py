@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.core.session.contract import Adapter
 from outrider.engine.adapters.low_rank import adapter_folder
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, NotFound
 
 

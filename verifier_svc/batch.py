@@ -18,10 +18,10 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import SHARED_NOISE, StepReport
 from outrider.core.tree.node import Node
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Traits
-from outrider.engine.logits import Logits
-from outrider.engine.masks import tree_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Traits
+from outrider.engine.interface.logits import Logits
+from outrider.engine.interface.masks import tree_mask
 from verifier_svc.session import VerifierSession
 from verifier_svc.tracing import StepFigures
 

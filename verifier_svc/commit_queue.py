@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outrider.core.control.attribution import DrafterCredit
+from outrider.core.control.drafters.attribution import DrafterCredit
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
 from outrider.errors import OutriderError

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance import Walk
-from outrider.draft_server.draft_session import FusedFeatures
 from outrider.engine.executor import Executor
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
+from outrider.upstream_server.draft_session import FusedFeatures
 from verifier_svc.batch import StepBatch, kept_rows
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from outrider.engine.engine import PAGE, Engine
 from outrider.engine.executor import Executor
-from outrider.engine.kv_slots import KvSlots
-from outrider.engine.page_budget import SPARE, PageBudget
+from outrider.engine.interface.engine import PAGE, Engine
+from outrider.engine.kv.kv_slots import KvSlots
+from outrider.engine.kv.page_budget import SPARE, PageBudget
 from verifier_svc.session import PrefillSession, VerifierSession
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from outrider.core.control.depth_stats import Depths
+from outrider.core.control.depth.depth_stats import Depths
 from outrider.core.session.contract import Adapter, StepReport
 from outrider.telemetry.metrics import by_position, histogram, register_metric
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outrider.core.control.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
 from verifier_svc.session import PrefillSession, VerifierSession
 
 SLOWER = 2.0  # times as long as without it may a step be for another tenant's prompt

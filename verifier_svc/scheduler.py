@@ -22,23 +22,23 @@ from typing import Any
 import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
-from outrider.core.control.arm import Arm
-from outrider.core.control.budget import CostModel, VerificationBudget, choose_budget
-from outrider.core.control.governor import Governor
-from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.overlap import OverlapMode
-from outrider.core.control.plain_pace import PlainPace
-from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.control.arms.arm import Arm
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel, VerificationBudget, choose_budget
+from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import OFF, Contract
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.node import Node
-from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor
 from outrider.engine.following import FollowingPass
-from outrider.engine.kv_slots import KvSlots
-from outrider.engine.logits import Logits
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import Logits
+from outrider.engine.kv.kv_slots import KvSlots
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import WorkClock
 from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_masks, make_noise, step_report, until_stop

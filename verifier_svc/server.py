@@ -13,19 +13,17 @@ from pathlib import Path
 import grpc.aio
 
 from outrider.config import VerifierConfig
-from outrider.core.control.arm import Arm
-from outrider.core.control.budget import CostModel
+from outrider.core.control.arms.arm import Arm
+from outrider.core.control.cost.budget import CostModel
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.prefix_keys import pack_keys
 from outrider.core.session.speculation_status import printable
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.checkpoints.model_card import weights_digest
-from outrider.engine.engine import SCRATCH, Engine
-from outrider.engine.features import Features
+from outrider.engine.interface.engine import SCRATCH, Engine
+from outrider.engine.interface.features import Features
 from outrider.engine.loading import load_engine, requires_torch
-from outrider.engine.ranks.group import ALONE, Group
-from outrider.engine.ranks.leader import lead
+from outrider.engine.tensor_parallel.group import ALONE, Group
+from outrider.engine.tensor_parallel.leader import lead
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
@@ -40,6 +38,8 @@ from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
+from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser

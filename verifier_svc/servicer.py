@@ -11,12 +11,11 @@ from typing import Any
 import grpc.aio
 
 from outrider.config import VerifierConfig
-from outrider.core.control.steering import Steering
+from outrider.core.control.arms.steering import Steering
 from outrider.core.session.contract import Plan
 from outrider.core.session.digest import Prefix, extend
 from outrider.core.tree.committed_window import settled_prefix
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.place import Patience
@@ -25,6 +24,7 @@ from outrider.offload import offload_if_long
 from outrider.rpc.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
 from outrider.telemetry.tracing import Attributes
+from outrider.upstream_server.servicer import DraftStreamServicer
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer

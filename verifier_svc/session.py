@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
-from outrider.core.control.attribution import DrafterCredit
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.drafters.attribution import DrafterCredit
 from outrider.core.control.drafting_terms import DraftingTerms
+from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
 from outrider.core.sampling.grammar import GrammarState
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan, StepReport
@@ -19,9 +19,9 @@ from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.step_broadcast import StepBroadcast
+from outrider.upstream_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 from verifier_svc.commit_queue import CommitQueue, StepCommit
 from verifier_svc.proposers.head_drafts import SENDER as HEADS
 from verifier_svc.proposers.head_drafts import HeadDrafts

@@ -8,8 +8,8 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
-from outrider.draft_server.draft_session import DraftedSession
 from outrider.rpc.codec import plan_to_pb, report_to_pb
+from outrider.upstream_server.draft_session import DraftedSession
 from outrider.v1 import types_pb2
 
 

@@ -12,8 +12,8 @@ from opentelemetry.trace import Span
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.draft_server.draft_session import DraftedSession
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns
+from outrider.upstream_server.draft_session import DraftedSession
 
 
 class StepFigures(NamedTuple):

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
-from outrider.engine.engine import SCRATCH, Engine, Traits
-from outrider.engine.logits import BestTokens, Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import SCRATCH, Engine, Traits
+from outrider.engine.interface.logits import BestTokens, Logits
 
 SEED = 2024
 FIRST_ID = 300  # lower ones may be bytes and special tokens

@@ -17,10 +17,10 @@ from typing import Any
 from bench.cpu.engine import ScriptedEngine
 from bench.cpu.stages import StageSampler
 from outrider.core.sampling.noise import Draw
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import Logits
 from outrider.engine.loading import load_engine
-from outrider.engine.logits import Logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("verifier_svc/scheduler.py", "_learn"): "learn",
         ("verifier_svc/router_stream.py", "run"): "send",
         ("verifier_svc/router_stream.py", "_read"): "receive",
-        ("outrider/draft_server/servicer.py", "publish"): "publish",
-        ("outrider/draft_server/servicer.py", ""): "drafters' streams",
+        ("outrider/upstream_server/servicer.py", "publish"): "publish",
+        ("outrider/upstream_server/servicer.py", ""): "drafters' streams",
     },
     "drafter": {
         ("drafter_svc/scheduler.py", "_choose"): "choose",

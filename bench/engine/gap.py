@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.core.control.budget import CostModel
+from outrider.core.control.cost.budget import CostModel
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import OFF, Contract
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine, Traits
 from outrider.engine.following import FollowingPass
-from outrider.engine.logits import Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine, Traits
+from outrider.engine.interface.logits import Logits
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 

@@ -22,13 +22,13 @@ from rich.table import Table
 from bench.engine.choice import SAMPLING_TERMS, TEXT, row
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
-from outrider.engine.device.device_logits import DeviceLogits
-from outrider.engine.device.input_buffers import Outputs
-from outrider.engine.device.packing import packed
-from outrider.engine.device.penalties import PenaltyBuffers
-from outrider.engine.device.restrictions import OUTPUTS, RestrictionBuffers, choose_restricted, likeliest
-from outrider.engine.device.sampling import best, noise_steps, scores
+from outrider.engine.gpu.passes.input_buffers import Outputs
+from outrider.engine.gpu.passes.packing import packed
+from outrider.engine.gpu.sampling.device_logits import DeviceLogits
+from outrider.engine.gpu.sampling.penalties import PenaltyBuffers
+from outrider.engine.gpu.sampling.restrictions import OUTPUTS, RestrictionBuffers, choose_restricted, likeliest
+from outrider.engine.gpu.sampling.sampling import best, noise_steps, scores
+from outrider.engine.interface.batch import Segment
 
 VOCABULARY = 128_256  # of Llama 3
 SESSIONS = 32

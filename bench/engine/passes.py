@@ -28,7 +28,7 @@ from outrider.fleet import process_env
 
 if TYPE_CHECKING:
     from outrider.engine.checkpoints.checkpoint import ModelConfig
-    from outrider.engine.engine import Dtype, Engine
+    from outrider.engine.interface.engine import Dtype, Engine
 
 DTYPES: Sequence[Dtype] = ("bfloat16", "int8", "int4")
 ROWS = (1, 2, 4, 8, 12, 16, 32)
@@ -164,7 +164,7 @@ def pass_seconds(engine: Engine, rows: int) -> float:
     """Time a pass over `rows` tokens after PASS_CONTEXT others. One pass before it does not count."""
     import numpy as np
 
-    from outrider.engine.batch import Segment
+    from outrider.engine.interface.batch import Segment
 
     zeros = np.zeros(PASS_CONTEXT, np.int64)
     engine.forward([Segment(0, 0, zeros, np.arange(PASS_CONTEXT), wanted=0)])

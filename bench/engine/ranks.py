@@ -131,11 +131,11 @@ def _received(end: Connection) -> Any:
 def _rank(end: Connection, folder: Path, dtype: Any, layout: RankLayout, rank: int, meeting: str) -> None:
     """Run one rank. Rank 0 receives numbers of rows and answers with the times of such passes, until it receives 0."""
     process_env.set_variables(layout.threads)
-    from outrider.engine.batch import Segment
     from outrider.engine.cpu.engine import CpuEngine
-    from outrider.engine.ranks.group import ALONE, SingleRank
-    from outrider.engine.ranks.leader import follow, lead
-    from outrider.engine.ranks.socket_group import SocketGroup
+    from outrider.engine.interface.batch import Segment
+    from outrider.engine.tensor_parallel.group import ALONE, SingleRank
+    from outrider.engine.tensor_parallel.leader import follow, lead
+    from outrider.engine.tensor_parallel.socket_group import SocketGroup
 
     group: SocketGroup | SingleRank = ALONE
     if layout.ranks > 1:

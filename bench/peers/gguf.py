@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.eager.weights import interleave
+from outrider.engine.torch_layers.weights import interleave
 from outrider.errors import CheckpointError
 
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}

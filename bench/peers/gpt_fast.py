@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.rows.requests import BenchRequest
 from outrider.cli.performance.samples import Sample
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.eager.weights import WeightSource
+from outrider.engine.torch_layers.weights import WeightSource
 from outrider.errors import ConfigError
 
 CONTEXT = 1024  # the reference models'

@@ -1,7 +1,7 @@
 """Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
-What `outrider.draft_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted where
-they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
+What `outrider.upstream_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted
+where they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
-from outrider.core.control.calibration import Calibration
-from outrider.core.control.policies import policy
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.depth.policies import policy
 from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
 from outrider.core.tree.delta import Delta, DigestMismatch
-from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
+from outrider.upstream_server.draft_session import DraftStream, Subscription
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load as load_target

@@ -22,13 +22,13 @@ from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.noise import Draw, generation_base
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
-from outrider.engine.device import DeviceEngine
-from outrider.engine.device.tree_growth import MOST_TREES
 from outrider.engine.following import FollowingPass
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.gpu.tree_growth import MOST_TREES
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, Growth
-from outrider.engine.logits import BestTokens, Logits, LogitsRow, logits_rows
-from outrider.engine.masks import path_mask, tree_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import BestTokens, Logits, LogitsRow, logits_rows
+from outrider.engine.interface.masks import path_mask, tree_mask
 
 CHUNK = 256  # tokens of a prompt in one pass
 # s of softmax((log q + g) / s), fitted once to the reference pair; the service fits it while it runs.

@@ -139,7 +139,7 @@ def _model(folder: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from outrider.engine.hugging_face.pretrained import SAFE_LOADING
+    from outrider.engine.transformers.pretrained import SAFE_LOADING
 
     try:
         kind = getattr(torch, dtype)

@@ -14,7 +14,7 @@ from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow
 from outrider.core.acceptance.rejection import remove_token, residual
 from outrider.core.construction.expansion import Candidates, DrafterFits, candidates
 from outrider.core.construction.self_repetition import Hint, Repeats
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.proposers.ngram_tree import BestOf, ContinuationSource
 from outrider.core.proposers.noise_mixture import BackgroundDistribution, Found, NoiseMixtureFit
 from outrider.core.proposers.suffixes import FinishedOutputs, SessionSuffixes

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from bench.trees.paths import Logits, Path
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_json
-from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.heads.config import KEY, read_heads_config
 from outrider.engine.heads.loading import load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
 
 MAX_TOKENS = 1024  # of a text
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.masks import path_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.masks import path_mask
+from outrider.engine.torch_layers.engine import NativeEngine
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]

@@ -16,7 +16,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.static_trees import Shape
-from outrider.engine.logits import LogitsRow
+from outrider.engine.interface.logits import LogitsRow
 
 
 class SampledSession(DraftSession):

@@ -16,11 +16,11 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Traits
 from outrider.engine.growth import GrownLevel, Growth
-from outrider.engine.logits import LogitsRow
-from outrider.engine.masks import path_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Traits
+from outrider.engine.interface.logits import LogitsRow
+from outrider.engine.interface.masks import path_mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
-from outrider.engine.batch import Segment
-from outrider.engine.candidates import known_candidates, row_candidates
-from outrider.engine.engine import SCRATCH, Traits
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth
-from outrider.engine.logits import LogitsRow
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.candidates import known_candidates, row_candidates
+from outrider.engine.interface.engine import SCRATCH, Traits
+from outrider.engine.interface.logits import LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds
 _NO_NODE = Node(-1, -1, None, 0.0)  # of cache rows whose node is not in the tree

@@ -16,7 +16,7 @@ from outrider.client._calls import GeneratingCall
 from outrider.client._logprobs import LogprobRows
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
-from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
+from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.backoff import pause_s
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata

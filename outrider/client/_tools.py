@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.core.answers.answer_reader import AnswerTerms
 from outrider.core.json_bounds import check_json
-from outrider.core.tools.answer_reader import AnswerTerms
 from outrider.errors import InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from outrider.client._grammar import parsed
 from outrider.client._logprobs import NO_ROWS, LogprobRows
+from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
+from outrider.core.answers.call_reader import CONTENT, REASONING
 from outrider.core.session.contract import SHARED_NOISE
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
-from outrider.core.tools.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
-from outrider.core.tools.call_reader import CONTENT, REASONING
 
 
 class FinishReason(StrEnum):

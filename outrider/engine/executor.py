@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.stats import Ema
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
 from outrider.engine.following import FollowingPass
 from outrider.engine.growth import GrownLevel, Growth
-from outrider.engine.kv_slots import AcquiredSlot
-from outrider.engine.logits import Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import Logits
+from outrider.engine.kv.kv_slots import AcquiredSlot
 
 T = TypeVar("T")
 

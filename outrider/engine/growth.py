@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.logits import BestTokens
+from outrider.engine.interface.logits import BestTokens
 
 LEVEL_ROWS = 8  # rows of each segment in a level; of the segment's wanted rows so many count, the first ones
 CHILDREN = 8  # best tokens of a row that may be run

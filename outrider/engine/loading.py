@@ -13,10 +13,10 @@ from typing import Literal
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.engine import SCRATCH, Dtype, Engine, Numerics
-from outrider.engine.features import Features
-from outrider.engine.ranks.group import ALONE, Group, SingleRank, TensorGroup
-from outrider.engine.ranks.socket_group import SocketGroup
+from outrider.engine.interface.engine import SCRATCH, Dtype, Engine, Numerics
+from outrider.engine.interface.features import Features
+from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank, TensorGroup
+from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
 # Up to so many bytes of weights a model is probed in float32 first: rounding to bfloat16 hides mistakes.
@@ -58,8 +58,8 @@ def connect_ranks(
     if is_compiled(folder, backend, device):
         return SocketGroup(rank, of, rendezvous, host=host, timeout_s=timeout_s)
     with requires_torch("a model that several ranks share, without the compiled kernels,"):
-        from outrider.engine.device.devices import check_device
-        from outrider.engine.ranks.process_group import CudaRanks, TorchRanks
+        from outrider.engine.gpu.devices import check_device
+        from outrider.engine.tensor_parallel.process_group import CudaRanks, TorchRanks
     address = rendezvous.partition("#")[0]
     if device == "cpu":
         return TorchRanks(rank, of, address, host=host, timeout_s=timeout_s)
@@ -123,7 +123,7 @@ def load_engine(
     if native:
         if device != "cpu":
             with requires_torch(f"device {device}"):
-                from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
+                from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
             device_engine = DeviceEngine.load(
                 path,
                 device=device,
@@ -176,7 +176,7 @@ def load_engine(
             raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
         else:
             with requires_torch(f"without the compiled kernels ({reason}) a model"):
-                from outrider.engine.eager.engine import NativeEngine
+                from outrider.engine.torch_layers.engine import NativeEngine
             engine = NativeEngine.load(
                 path,
                 dtype=dtype,
@@ -206,13 +206,13 @@ def load_engine(
     with requires_torch(f"backend: {outline.model_type}"):
         import torch
 
-        from outrider.engine.hugging_face.quiet import quiet
+        from outrider.engine.transformers.quiet import quiet
     if threads is not None:
         torch.set_num_threads(threads)
     with quiet():
         try:
-            from outrider.engine.hugging_face.capability_probe import find_serving_method
-            from outrider.engine.hugging_face.pretrained import Pretrained
+            from outrider.engine.transformers.capability_probe import find_serving_method
+            from outrider.engine.transformers.pretrained import Pretrained
         except ImportError as error:
             raise ConfigError(
                 f"backend: {outline.model_type} runs through transformers, which is not to be had here ({error}); "

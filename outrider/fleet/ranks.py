@@ -28,7 +28,7 @@ from outrider.rpc.server import NOT_SERVING, SERVING, Health, plaintext_health
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from outrider.engine.ranks.group import Group
+    from outrider.engine.tensor_parallel.group import Group
 
 PLACE_S = 60.0  # timeout for Ray to place the ranks
 # The modules of each role that have `run` and `load_part`.
@@ -228,7 +228,7 @@ class Rank:
 
     async def follow(self) -> None:
         """Load this rank's part of the model and execute rank 0's plans until rank 0 ends."""
-        from outrider.engine.ranks.leader import follow
+        from outrider.engine.tensor_parallel.leader import follow
 
         def load_and_follow() -> None:
             follow(self._loading.load_part(self._config, self._group), self._group)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.client import AsyncClient, AsyncStream, Chunk, Generation, Options
-from outrider.core.tools.answer_reader import AnswerReader
+from outrider.core.answers.answer_reader import AnswerReader
 from outrider.errors import InvalidRequest
 
 Prompt = str | Sequence[int] | None

@@ -18,9 +18,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
+from outrider.core.answers.formats import MAX_TOOLS
 from outrider.core.json_bounds import check_json
 from outrider.core.session.contract import MAX_LISTED, PolicyName, Priority, RuleName
-from outrider.core.tools.formats import MAX_TOOLS
 from outrider.errors import InvalidRequest
 from outrider.gateway.multiplex import Prompt
 

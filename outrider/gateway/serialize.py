@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, ModelAdapter, TokenLogprobs
-from outrider.core.tools.answer_reader import AnswerReader
-from outrider.core.tools.call_reader import REASONING, CallPiece
+from outrider.core.answers.answer_reader import AnswerReader
+from outrider.core.answers.call_reader import REASONING, CallPiece
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from outrider.core.tools.reasoning import BEGIN, END
+from outrider.core.answers.reasoning import BEGIN, END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

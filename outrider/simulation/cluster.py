@@ -7,8 +7,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from outrider.core.control.arrival_model import Arrivals
-from outrider.core.control.policies import GammaPolicy
+from outrider.core.control.depth.policies import GammaPolicy
+from outrider.core.control.holds.arrival_model import Arrivals
 from outrider.simulation.clock import Clock
 from outrider.simulation.deployment import DrafterKind, Scenario, SimulationOutcome, TrafficPhase
 from outrider.simulation.drafter import SimulatedDrafter

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from outrider.core.control.arrival_model import Arrivals
+from outrider.core.control.depth.policies import GammaPolicy
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.policies import GammaPolicy
+from outrider.core.control.holds.arrival_model import Arrivals
 from outrider.simulation.clock import Clock
 from outrider.simulation.deployment import Deployment, DrafterKind, SimulationOutcome
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.core.control.budget import CostModel, choose_budget
-from outrider.core.control.governor import Governor
-from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.plain_pace import PlainPace
-from outrider.core.control.steering import SessionTokens, Steering
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel, choose_budget
+from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
 from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment, best_nodes

@@ -11,8 +11,8 @@ import logging
 import math
 from typing import Any
 
-from outrider.core.control.acceptance_stats import AcceptanceCounts
-from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.depth.acceptance_stats import AcceptanceCounts
+from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.store.client import Client, redis_errors
 
 MAX_STEPS = 5_000.0  # steps that are remembered; older ones fade

@@ -18,8 +18,8 @@ from torch import Tensor
 from outrider.core.sampling.noise import FloatRow, gumbel_row
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
 
 GAMMA = 8  # guesses of a chain
 CHUNK = 128  # about the number of prompt tokens, over all prompts, that one pass reads

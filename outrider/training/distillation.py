@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from outrider.core.session.digest import PHI, mix64
-from outrider.engine.engine import Dtype
+from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
 from outrider.training.acceptance import TargetTexts

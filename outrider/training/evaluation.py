@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.engine.engine import Dtype
+from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.data.corpus import Ids, OnProgress

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.checkpoints.model_card import weights_digest
-from outrider.engine.engine import Dtype
-from outrider.engine.hugging_face.pretrained import Pretrained
+from outrider.engine.interface.engine import Dtype
+from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder
 from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare

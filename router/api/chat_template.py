@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.core.tools.answer_reader import ModelForm
-from outrider.core.tools.formats import format_of
-from outrider.core.tools.reasoning import reasoning_of
+from outrider.core.answers.answer_reader import ModelForm
+from outrider.core.answers.formats import format_of
+from outrider.core.answers.reasoning import reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from router.scheduling.fair_turns import FairTurns
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.config import RouterConfig
-from outrider.core.control.goodput import AcceptancePriors
-from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.answers.formats import Tools, read_calls, read_tools
+from outrider.core.control.depth.goodput import AcceptancePriors
+from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
-from outrider.core.tools.formats import Tools, read_calls, read_tools
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens, grammar_from_pb
 from outrider.store.registry import Worker

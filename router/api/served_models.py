@@ -10,11 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
+from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
+from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Grammar
 from outrider.core.session.digest import tokenizer_digest
-from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
-from outrider.core.tools.formats import FORMATS, Tools, calls_grammar
-from outrider.core.tools.reasoning import BEGIN, END, reasoning_behind
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder

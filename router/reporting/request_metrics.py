@@ -12,8 +12,8 @@ from typing import Protocol
 from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span
 
-from outrider.core.control.attribution import DrafterCredit
-from outrider.core.control.depth_stats import Depths
+from outrider.core.control.depth.depth_stats import Depths
+from outrider.core.control.drafters.attribution import DrafterCredit
 from outrider.core.session.contract import Plan, StepReport
 from outrider.telemetry.metrics import histogram, register_metric
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns

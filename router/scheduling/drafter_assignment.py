@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from outrider.core.control.attribution import CreditTracker, DrafterCredit
-from outrider.core.control.tier_selection import Tiers, TierSwitch
+from outrider.core.control.drafters.attribution import CreditTracker, DrafterCredit
+from outrider.core.control.drafters.tier_selection import Tiers, TierSwitch
 from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.rpc.status import from_rpc_error

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
-from outrider.core.tools.answer_reader import ModelForm
+from outrider.core.answers.answer_reader import ModelForm
 from outrider.errors import InternalError, OutriderError, Unavailable
 from router.reporting.usage_stats import UsageStats
 from router.sessions.response import EndReason, ResponsePart

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tools.answer_reader import PLAIN_FORM, ModelForm
 from outrider.errors import Conflict, InternalError, InvalidRequest
 from router.reporting.usage_stats import UsageStats
 from router.scheduling.fair_turns import LoopTurns

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.config import RouterConfig
-from outrider.core.control.policies import GammaPolicy, policy
-from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.control.depth.policies import GammaPolicy, policy
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.offload import offload_if_long

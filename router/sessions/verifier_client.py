@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.core.control.attribution import DrafterCredit
+from outrider.core.control.drafters.attribution import DrafterCredit
 from outrider.core.session.contract import Contract, Plan, StepReport
 from outrider.errors import (
     Cancelled,

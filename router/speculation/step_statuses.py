@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.config import RouterConfig
-from outrider.core.control.policies import GammaPolicy, NoSpeculation
+from outrider.core.control.depth.policies import GammaPolicy, NoSpeculation
 from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, status_of
 from outrider.store.registry import Worker

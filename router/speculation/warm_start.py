@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.session.contract import Contract
 from outrider.errors import OutriderError
 from router.api.served_models import ServedModel

@@ -27,7 +27,7 @@ from bench.running import run_gpu
 from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.checkpoints.padding import PaddedWeights, known_shape
-from outrider.engine.device import DeviceEngine
+from outrider.engine.gpu import DeviceEngine
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import MODELS
 

@@ -20,12 +20,12 @@ from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.engine.batch import Segment
-from outrider.engine.device import DeviceEngine
+from outrider.engine.gpu import DeviceEngine
 from outrider.engine.growth import GrownLevel
-from outrider.engine.logits import Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import Logits
 from tests.e2e.tiny import make_tiny
-from tests.engine.device.taped import DEVICE
+from tests.engine.gpu.taped import DEVICE
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)
 PLAN = Plan(version=1, depth=6, width=3, nodes=64)

@@ -20,9 +20,9 @@ from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine import executor
-from outrider.engine.batch import Segment
-from outrider.engine.engine import PAGE
-from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import PAGE
+from outrider.engine.interface.logits import HostLogits, Logits
 
 VOCABULARY = 8
 TERMS = Contract(seed=4, max_tokens=100), Plan(version=1, depth=3, width=3, nodes=12), 4096

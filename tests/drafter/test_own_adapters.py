@@ -11,7 +11,7 @@ import pytest
 
 from drafter_svc.own_adapters import OwnAdapters
 from outrider.core.session.contract import Adapter
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.errors import CheckpointError
 
 

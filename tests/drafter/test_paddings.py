@@ -22,11 +22,11 @@ from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.session.contract import RULES, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, Hints
-from outrider.engine.candidates import row_candidates
-from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import BestTokens, HostLogits, LogitsRow, logits_rows
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.candidates import row_candidates
+from outrider.engine.interface.logits import BestTokens, HostLogits, LogitsRow, logits_rows
 from tests.e2e.tiny import make_tiny
-from tests.engine.device.taped import taped
+from tests.engine.gpu.taped import taped
 from tests.engine.small_checkpoints import pad_vocabulary
 
 SHARED = 100  # ids that both sides have

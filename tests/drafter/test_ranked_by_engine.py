@@ -15,11 +15,11 @@ from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.engine.batch import Segment
-from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import HostLogits, Logits, logits_rows
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import HostLogits, Logits, logits_rows
 from tests.e2e.tiny import VOCABULARY, make_tiny
-from tests.engine.device.taped import taped
+from tests.engine.gpu.taped import taped
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)
 PLAN = Plan(version=1, depth=12, width=3, nodes=64)

@@ -14,15 +14,15 @@ from drafter_svc.sessions.mirror import OWN, Mirror, MirrorSnapshot, MirrorUpdat
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
+from outrider.upstream_server.draft_session import DraftedSession, DraftStream, Subscription
 from outrider.v1.types_pb2 import Heartbeat
 
 VOCABULARY = 12

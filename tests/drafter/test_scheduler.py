@@ -18,8 +18,8 @@ from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
 from outrider.core.tree.committed_window import settled_prefix
-from outrider.engine.batch import Segment
-from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import HostLogits, Logits
 from tests.loops import no_stall
 
 SESSIONS = 4

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.engine import SCRATCH
+from outrider.engine.interface.engine import SCRATCH
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
 from tests.e2e.test_lookups import TARGET

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.torch_layers.engine import NativeEngine
 from tests.engine.small_checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8

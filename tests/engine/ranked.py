@@ -17,15 +17,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
-from outrider.engine.engine import Engine
+from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
 from outrider.engine.loading import load_engine
-from outrider.engine.ranks.group import ALONE, Group, RankLost
-from outrider.engine.ranks.leader import follow, lead
-from outrider.engine.ranks.process_group import TorchRanks
-from outrider.engine.ranks.socket_group import SocketGroup
+from outrider.engine.tensor_parallel.group import ALONE, Group, RankLost
+from outrider.engine.tensor_parallel.leader import follow, lead
+from outrider.engine.tensor_parallel.process_group import TorchRanks
+from outrider.engine.tensor_parallel.socket_group import SocketGroup
 
 Connected = Literal["sockets", "torch"]  # ranks of compiled engines, or of those on torch
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}

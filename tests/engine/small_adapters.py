@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.adapters.low_rank import MODULES
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from tests.engine.small_checkpoints import Reference, adapted, assert_same, make_checkpoint, prompt, random_tokens
 
 

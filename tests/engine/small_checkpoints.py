@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
 
 MODELS = Path(__file__).parents[2] / "models"
 LLAMA3 = {

@@ -13,17 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.device import DeviceEagleDrafts, DeviceEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.eager.weights import complex_rotations
-from outrider.engine.features import Features
+from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
 from outrider.engine.heads.checkpoint_io import Network, make_network, save_network
 from outrider.engine.heads.config import HeadsConfig, Kind, make_heads_config, read_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from tests.engine.device.taped import DEVICE
+from outrider.engine.interface.features import Features
+from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.torch_layers.weights import complex_rotations
+from tests.engine.gpu.taped import DEVICE
 from tests.engine.small_checkpoints import prompt
 
 DEPTH = 4

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from outrider.core.session.digest import tokenizer_digest
-from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.eager.kv_cache import KVCache
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.torch_layers.kv_cache import KVCache
 from tests.engine.conftest import Pair
 from tests.engine.small_checkpoints import MODELS, prompt, random_tokens
 

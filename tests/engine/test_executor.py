@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from outrider.engine import executor as executors
 from outrider.engine.executor import Executor
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 
 ROWS = np.arange(2)
 

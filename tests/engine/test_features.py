@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.batch import Segment
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.engine import Engine
-from outrider.engine.features import Features
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.features import Features
 from outrider.engine.loading import load_engine
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.conftest import EngineClass
 from tests.engine.ranked import ranked

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
 from tests.engine.conftest import EngineClass, Pair
 from tests.engine.small_checkpoints import (
     MODELS,
@@ -39,7 +39,7 @@ def test_a_machine_without_prepacked_linears_gets_the_same_logits(
 ) -> None:
     folder = make_checkpoint(tmp_path, "biased")
     prepacked = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
-    monkeypatch.setattr("outrider.engine.eager.linear.can_prepack", lambda dtype: False)
+    monkeypatch.setattr("outrider.engine.torch_layers.linear.can_prepack", lambda dtype: False)
     plain = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(plain, np.random.default_rng(3), 40)
     assert_same(plain.forward([prompt(0, tokens)]), prepacked.forward([prompt(0, tokens)]))

@@ -18,8 +18,7 @@ from torch import Tensor
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.device import DeviceEagleDrafts
-from outrider.engine.eager.weights import complex_rotations
+from outrider.engine.gpu import DeviceEagleDrafts
 from outrider.engine.heads.checkpoint_io import Network, _Placed, load_network, save_network
 from outrider.engine.heads.config import KINDS, HeadsConfig, Kind, low_middle_high, make_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
@@ -30,6 +29,7 @@ from outrider.engine.heads.loading import MOST_PADDING, check_heads, load_specul
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures, Speculator
+from outrider.engine.torch_layers.weights import complex_rotations
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.families import make_family
 from tests.engine.small_checkpoints import MODELS, make_checkpoint

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.core.session.prefix_keys import MAX_KEYS, prefix_keys
-from outrider.engine.kv_slots import AcquiredSlot, KvSlots
+from outrider.engine.kv.kv_slots import AcquiredSlot, KvSlots
 from outrider.errors import Overloaded
 
 STORY = list(range(100, 140))

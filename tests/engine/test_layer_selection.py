@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.padding import pad_checkpoint
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.engine.layer_selection import kept_layers
 from outrider.errors import ConfigError
 from tests.engine.conftest import EngineClass

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.hugging_face.engine import TransformersEngine
-from outrider.engine.hugging_face.treeless import TreelessEngine
 from outrider.engine.loading import chosen_backend, load_engine, outline
+from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.transformers.engine import TransformersEngine
+from outrider.engine.transformers.treeless import TreelessEngine
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.families import CONTEXT, WINDOW, make_family
 from tests.engine.small_checkpoints import make_checkpoint

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 
+from outrider.core.answers.formats import FORMATS, calls_grammar, read_tools
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
-from outrider.core.tools.formats import FORMATS, calls_grammar, read_tools
 from outrider.errors import InvalidRequest
 
 LETTERS = 'abcxyz019 _-.,:"{}[]\\/\n\u00e4\u20ac\U0001f600'

@@ -21,22 +21,22 @@ from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
-from outrider.core.control.budget import CostModel
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import Governor
-from outrider.core.control.plain_pace import PlainPace
-from outrider.core.control.steering import SessionTokens, Steering
-from outrider.core.control.tier_selection import TierSwitch
 from outrider.core.proposers.datastore import Datastore, write_datastore
 from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.draft_server.draft_session import DraftStream
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.store.training_samples import TrainingSampleStore
+from outrider.upstream_server.draft_session import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
 from router import server
 from router.speculation.warm_start import WarmStart

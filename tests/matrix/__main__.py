@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from outrider.engine.hugging_face.quiet import quiet
+from outrider.engine.transformers.quiet import quiet
 from tests.matrix.cells import FACTORS, Cell, all_cells
 from tests.matrix.clusters import Checkpoints, MatrixCluster, config_of
 from tests.matrix.rules import DRAFTING, Law, RuleCell, all_rule_cells, draw, references

@@ -16,8 +16,8 @@ import pytest
 
 from outrider import errors
 from outrider.config import RouterConfig
-from outrider.core.control.goodput import AcceptancePriors
-from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.control.depth.goodput import AcceptancePriors
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.session.contract import Plan
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.node import Node
-from outrider.draft_server.draft_session import DraftStream, Subscription
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import OutriderError
+from outrider.upstream_server.draft_session import DraftStream, Subscription
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from router.sessions.verifier_client import DecodeEnd, DecodeIdle, DecodeStart, ReceivedCommit

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.cli.performance.simulate import simulated_phases
 from outrider.config import load_section
-from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.session.contract import OFF, Plan
 from outrider.errors import ConfigError
 from outrider.simulation.cluster import SimulatedCluster

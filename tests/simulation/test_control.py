@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from outrider.core.control.goodput import AcceptancePriors
-from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.control.depth.goodput import AcceptancePriors
+from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.session.contract import OFF, Overlap, Plan
 from outrider.simulation.cluster import SimulatedCluster
 from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, SimulationOutcome, TrafficPhase

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import redis
 
-from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.session.contract import Adapter, Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.core.control.goodput import AcceptancePriors, Goodput
+from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
 from outrider.core.session.contract import Plan, StepReport
 from outrider.errors import Unavailable
 from outrider.store.acceptance_priors import MAX_STEPS, share

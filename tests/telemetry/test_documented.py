@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
 SOURCES = [
     "outrider/client/_stream.py",
     "outrider/rpc/tracing.py",
-    "outrider/core/control/steering.py",
+    "outrider/core/control/arms/steering.py",
     "router/reporting/request_metrics.py",
     "verifier_svc/tracing.py",
     "drafter_svc/tracing.py",

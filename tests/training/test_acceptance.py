@@ -14,8 +14,8 @@ from torch import Tensor
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.training.acceptance import (
     TargetTexts,
     acceptance_length,

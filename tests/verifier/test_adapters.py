@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import pytest
 
 from outrider.core.session.contract import Adapter
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.errors import CheckpointError, Conflict, InvalidRequest, NotFound
 from verifier_svc.adapters import AdapterStore
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.budget import CostModel
+from outrider.core.control.cost.budget import CostModel
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.contract import OFF, Contract, Plan
-from outrider.engine.batch import Segment
-from outrider.engine.device import DeviceEngine
 from outrider.engine.following import FollowingPass
-from outrider.engine.logits import Logits
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import Logits
 from tests.e2e.tiny import make_tiny
-from tests.engine.device.taped import DEVICE
+from tests.engine.gpu.taped import DEVICE
 from verifier_svc.batch import StepBatch
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.draft_server.draft_session import DraftStream, Subscription
-from outrider.draft_server.snapshot import snapshot_parts
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import InvalidRequest
+from outrider.upstream_server.draft_session import DraftStream, Subscription
+from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.v1 import types_pb2
 from verifier_svc.session import TREE_CAPACITY, SessionStart, VerifierSession
 

@@ -15,11 +15,9 @@ import grpc.aio
 import pytest
 
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.session.contract import RULES, SHARED_NOISE, Contract, Plan
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.certificates import make
 from outrider.rpc.channels import open_channel
 from outrider.rpc.drafter_ids import new_drafter_id
@@ -27,6 +25,8 @@ from outrider.rpc.liveness import WorkClock
 from outrider.rpc.server import serving
 from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.rpc.tls import VERIFIER, Tls
+from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from verifier_svc.session import SessionStart, VerifierSession

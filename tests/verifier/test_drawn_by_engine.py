@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from outrider.config import VerifierConfig
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.budget import CostModel
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan
-from outrider.engine.batch import Segment
-from outrider.engine.device import DeviceEngine
-from outrider.engine.engine import Traits
-from outrider.engine.kv_slots import AcquiredSlot
-from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Traits
+from outrider.engine.interface.logits import HostLogits, Logits
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import ConfigError
 from tests.e2e.tiny import VOCABULARY, make_tiny
-from tests.engine.device.taped import taped
+from tests.engine.gpu.taped import taped
 from verifier_svc.batch import SessionWork, StepBatch, make_noise
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.proposers.ngram_proposer import LookaheadProposer, NgramProposers

@@ -10,9 +10,9 @@ import pytest
 from outrider.config import VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.engine.cpu.engine import SPARE, CpuEngine
-from outrider.engine.device import DeviceEngine
-from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
-from outrider.engine.engine import PAGE, SCRATCH
+from outrider.engine.gpu import DeviceEngine
+from outrider.engine.gpu.attention.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
+from outrider.engine.interface.engine import PAGE, SCRATCH
 from outrider.errors import ConfigError
 from tests.verifier.test_step_loop import MODELS, PLAN, TEXT, Free, draft
 from verifier_svc.scheduler import StepScheduler

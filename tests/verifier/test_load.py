@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.config import VerifierConfig
-from outrider.engine.engine import SCRATCH
+from outrider.engine.interface.engine import SCRATCH
 from tests.engine.small_checkpoints import MODELS
 from verifier_svc.server import load
 

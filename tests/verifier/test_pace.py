@@ -4,17 +4,17 @@ import time
 
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.calibration import Calibration
-from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.delta import Delta
-from outrider.draft_server.draft_session import DraftStream
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
+from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.session import SessionStart, VerifierSession

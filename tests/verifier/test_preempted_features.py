@@ -17,14 +17,14 @@ from pydantic import ByteSize
 from outrider.config import VerifierConfig
 from outrider.core.session.contract import OFF, Plan
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.device.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
-from outrider.engine.engine import SCRATCH, Engine
+from outrider.engine.gpu.attention.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
 from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.speculator import FloatRows, HeadRoot, KeptFeatures, Speculator
-from outrider.engine.logits import LogitsRow
+from outrider.engine.interface.engine import SCRATCH, Engine
+from outrider.engine.interface.logits import LogitsRow
 from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
 from verifier_svc.prefill_order import LEAST_CHUNK, SLOWER, PrefillOrder, chunk_beside_others
 
 CHUNK = 100

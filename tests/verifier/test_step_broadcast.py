@@ -11,7 +11,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.draft_server.draft_session import DraftStream
+from outrider.upstream_server.draft_session import DraftStream
 from outrider.v1 import types_pb2
 from verifier_svc.step_broadcast import step_tree
 

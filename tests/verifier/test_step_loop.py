@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core.control.attribution import DrafterCredit
-from outrider.core.control.budget import CostModel
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.drafters.attribution import DrafterCredit
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.draft_server.draft_session import DraftStream
 from outrider.engine.checkpoints.checkpoint import UNPADDED
+from outrider.engine.interface.logits import HostLogits, Logits
 from outrider.engine.loading import load_engine
-from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import Moved, Superseded
+from outrider.upstream_server.draft_session import DraftStream
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
 from verifier_svc.commit_queue import StepCommit

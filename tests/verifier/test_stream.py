@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.core.tree.committed_window import ALIAS_SPAN
-from outrider.draft_server import outbox
-from outrider.draft_server.draft_session import DraftStream
-from outrider.draft_server.outbox import CONTROL_FRAMES
 from outrider.errors import Overloaded
+from outrider.upstream_server import outbox
+from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.outbox import CONTROL_FRAMES
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 

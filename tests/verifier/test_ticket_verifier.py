@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, Unavailable
 from outrider.rpc.tickets import Permit, TicketSigner
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
 ROUTER = TicketSigner(time.time)
@@ -63,7 +63,7 @@ async def verifying(listed: Listed) -> AsyncIterator[TicketVerifier]:
 async def test_however_many_tickets_name_unknown_keys_there_is_one_reading_in_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.draft_server.ticket_verifier.MIN_READ_S", 3600.0)
+    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 3600.0)
     listed = Listed()
     async with verifying(listed) as verifier:
         for _ in range(20):
@@ -96,7 +96,7 @@ async def test_what_names_no_key_and_what_is_known_need_no_reading() -> None:
 async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.draft_server.ticket_verifier.MIN_READ_S", 0.0)
+    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
     listed = Listed()
     listed.open.clear()
     async with verifying(listed) as verifier:
@@ -114,7 +114,7 @@ async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_re
 async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.draft_server.ticket_verifier.MIN_READ_S", 0.0)
+    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
     listed = Listed()
     end = listed.now + 3600
     listed.keys = {ROUTER.public_key: end}

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.core.control.budget import CostModel
+from outrider.core.control.cost.budget import CostModel
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.tree.delta import Delta
-from outrider.engine.batch import Segment
-from outrider.engine.engine import Engine
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import Logits
 from outrider.engine.loading import load_engine
-from outrider.engine.logits import Logits
 from tests.engine.families import make_family
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import Candidates, DrafterFits, floor_score
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
@@ -20,10 +20,10 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.candidates import known_candidates, row_candidates
 from outrider.engine.growth import CHILDREN, GrownLevel, Growth
 from outrider.engine.heads.speculator import HeadNodes
-from outrider.engine.logits import LogitsRow
+from outrider.engine.interface.candidates import known_candidates, row_candidates
+from outrider.engine.interface.logits import LogitsRow
 from verifier_svc.proposers.ngram_proposer import prune
 
 SENDER = -1  # the heads' key in the tree

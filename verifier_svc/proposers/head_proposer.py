@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.core.acceptance import Walk
 from outrider.core.construction.expansion import DrafterFits
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
@@ -27,7 +27,7 @@ from outrider.core.tree.node import Node
 from outrider.engine.executor import Executor
 from outrider.engine.growth import LEVEL_ROWS, MOST_LEVELS, GrownLevel
 from outrider.engine.heads.speculator import HeadRoot, KeptFeatures, Speculator
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from verifier_svc.batch import SessionWork, StepBatch, kept_rows
 from verifier_svc.proposers.head_drafts import HeadDrafts, RoundTerms
 from verifier_svc.session import VerifierSession

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.core.control.budget import CostModel, VerificationBudget
+from outrider.core.control.cost.budget import CostModel, VerificationBudget
 from outrider.core.sampling.sampler import Choice
 from outrider.core.tree.node import Node
 from verifier_svc.batch import SessionWork, StepVerdicts

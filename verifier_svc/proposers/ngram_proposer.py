@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.core.construction.expansion import floor_score
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.proposers.lookahead import Lookahead
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.command import INTERRUPTED
-from outrider.engine.hugging_face.quiet import quiet
+from outrider.engine.transformers.quiet import quiet
 from outrider.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import typer
 from outrider.cli.command import reported
 
 if TYPE_CHECKING:
-    from outrider.core.control.policies import GammaPolicy
+    from outrider.core.control.depth.policies import GammaPolicy
     from outrider.simulation.deployment import DrafterKind, Scenario, SimulationOutcome
 
 ROUNDS = ("rounds:1", "rounds:2", "rounds:4", "rounds:8")  # draft-then-verify rounds of chains
@@ -61,7 +61,7 @@ def simulate(
 
 def parse_policy(name: str) -> tuple[str, int]:
     """Return a policy's name and its depth, 0 if the text gives none. Raises ConfigError for an unknown policy."""
-    from outrider.core.control.policies import POLICIES
+    from outrider.core.control.depth.policies import POLICIES
     from outrider.errors import ConfigError
 
     kind, _, depth = name.partition(":")
@@ -75,8 +75,8 @@ def parse_policy(name: str) -> tuple[str, int]:
 
 def simulated_phases(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[SimulationOutcome]:
     """Simulate a scenario and yield the outcome of each phase. `depth`: ceiling of policies without a depth."""
-    from outrider.core.control.goodput import AcceptancePriors
-    from outrider.core.control.policies import policy
+    from outrider.core.control.depth.goodput import AcceptancePriors
+    from outrider.core.control.depth.policies import policy
     from outrider.core.session.contract import Plan
     from outrider.simulation.cluster import SimulatedCluster
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import grpc.aio
     from rich.console import Console
 
-    from outrider.engine.engine import Engine
+    from outrider.engine.interface.engine import Engine
     from outrider.rpc.tls import Tls
     from outrider.v1.verifier_pb2 import Control
 

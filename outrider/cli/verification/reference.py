@@ -15,7 +15,7 @@ from outrider.cli.verification.compare import Difference, Verdict
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json
-from outrider.engine.hugging_face.quiet import quiet
+from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
 from outrider.grammar.compiler import GrammarCompiler
 
@@ -34,7 +34,7 @@ class Reference:
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
 
-            from outrider.engine.hugging_face.pretrained import SAFE_LOADING
+            from outrider.engine.transformers.pretrained import SAFE_LOADING
 
             logging.disable_progress_bar()
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.arms.overlap import OverlapMode
 from outrider.core.session.contract import Overlap, Plan, SentTerms
 
 RESTING_PRICE = 1.0  # no node is better than certain

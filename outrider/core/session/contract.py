@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
-from outrider.core.tools.reasoning import Reasoning
+from outrider.core.answers.reasoning import Reasoning
 from outrider.errors import InvalidRequest
 
 SHARED_NOISE: Final = "shared-noise"
@@ -25,7 +25,9 @@ RuleName = Literal[  # acceptance rules; see outrider.core.acceptance
 ]
 GrammarKind = Literal["json_schema", "regex", "choices", "lark"]
 Priority = Literal["interactive", "batch"]  # batch requests wait where all KV slots are in use
-PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  # see outrider.core.control.policies
+PolicyName = Literal[
+    "goodput", "ema", "heuristic", "fixed", "rounds", "off"
+]  # see outrider.core.control.depth.policies
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text's distribution differs from the target's own

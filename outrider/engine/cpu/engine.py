@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes, parse_adapter
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.adapter import pack_adapter
 from outrider.engine.cpu.weights import check_layers, load_layers
-from outrider.engine.eager.int4 import check_int4_shape
-from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
-from outrider.engine.features import Features
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
+from outrider.engine.interface.features import Features
+from outrider.engine.interface.logits import BestTokens, Logits
 from outrider.engine.layer_selection import kept_layers
-from outrider.engine.logits import BestTokens, Logits
-from outrider.engine.ranks.group import ALONE, SingleRank
-from outrider.engine.ranks.socket_group import SocketGroup
+from outrider.engine.tensor_parallel.group import ALONE, SingleRank
+from outrider.engine.tensor_parallel.socket_group import SocketGroup
+from outrider.engine.torch_layers.int4 import check_int4_shape
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
 from outrider.engine.checkpoints.stored_tensors import ALL
-from outrider.engine.ranks.sharding import Shard
+from outrider.engine.tensor_parallel.sharding import Shard
 
 if TYPE_CHECKING:
     from outrider._native import Model

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.engine.checkpoints.checkpoint import SINGLE, Weights
-from outrider.engine.eager.linear import float_linear
 from outrider.engine.heads.config import HeadsConfig, read_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
+from outrider.engine.torch_layers.linear import float_linear
 
 CPU = torch.device("cpu")
 Network = Medusa | MlpSpeculator | Eagle | Eagle3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, read_json
-from outrider.engine.features import Features
+from outrider.engine.interface.features import Features
 from outrider.errors import CheckpointError
 
 Kind = Literal["medusa", "mlp", "eagle", "eagle-3"]

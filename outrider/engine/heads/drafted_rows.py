@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.engine.batch import Segment
 from outrider.engine.growth import LEVEL_ROWS, GrownLevel
 from outrider.engine.heads.speculator import HeadNodes
-from outrider.engine.masks import path_mask
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.masks import path_mask
 
 
 @dataclass(slots=True)

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Segment
-from outrider.engine.eager.kv_cache import lazy_zeros
 from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.drafted_rows import DraftedRows
@@ -17,7 +15,9 @@ from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.eagle_layer import EagleLayer
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
-from outrider.engine.logits import HostLogits, LogitsRow, logits_rows
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import HostLogits, LogitsRow, logits_rows
+from outrider.engine.torch_layers.kv_cache import lazy_zeros
 
 CHUNK = 512  # rows of a text that a round reads; a session with more unread rows gets no drafts in that round
 ROOM = 128  # rows of a slot behind its text, for the nodes that a round expands

@@ -10,10 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digest
-from outrider.engine.eager.kv_cache import lazy_zeros
-from outrider.engine.engine import SCRATCH, Engine, Traits
 from outrider.engine.heads.checkpoint_io import load_network, pack_linears
 from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle, Eagle3
@@ -22,7 +19,10 @@ from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embed
 from outrider.engine.heads.fed_texts import FedTexts, parent_rows, written_rows
 from outrider.engine.heads.fusing import check_eagle
 from outrider.engine.heads.loading import heads_dtype
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.engine import SCRATCH, Engine, Traits
 from outrider.engine.threads import TorchThreads
+from outrider.engine.torch_layers.kv_cache import lazy_zeros
 
 
 class EagleEngine(Engine):

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.eager.attention import FastAttention, attend_runs
-from outrider.engine.eager.kv_cache import KVCache
-from outrider.engine.eager.packing import Packed, pack, rows_of
-from outrider.engine.eager.weights import complex_rotations
 from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Attend, Eagle, Eagle3
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.last_row import mask_padding
 from outrider.engine.heads.speculator import FloatRows
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.attention import FastAttention, attend_runs
+from outrider.engine.torch_layers.kv_cache import KVCache
+from outrider.engine.torch_layers.packing import Packed, pack, rows_of
+from outrider.engine.torch_layers.weights import complex_rotations
 
 
 class EagleLayer:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
-from outrider.engine.eager.linear import float_linear
-from outrider.engine.eager.weights import WeightReader
-from outrider.engine.ranks.sharding import Shard
+from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.torch_layers.linear import float_linear
+from outrider.engine.torch_layers.weights import WeightReader
 
 Unembed = Callable[[Tensor], Tensor]  # [..., width] to logits [..., vocabulary]
 

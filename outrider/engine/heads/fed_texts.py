@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from outrider.engine.batch import Segment
+from outrider.engine.interface.batch import Segment
 
 
 class FedTexts:

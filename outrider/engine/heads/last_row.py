@@ -14,7 +14,7 @@ from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot, KeptFeatures
-from outrider.engine.logits import HostLogits, LogitsRow, logits_rows
+from outrider.engine.interface.logits import HostLogits, LogitsRow, logits_rows
 
 
 class _LastRowDrafts:

@@ -8,7 +8,6 @@ import torch
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
-from outrider.engine.eager.linear import can_prepack
 from outrider.engine.heads.checkpoint_io import CPU, load_network, pack_linears
 from outrider.engine.heads.config import HeadsConfig, read_heads_config
 from outrider.engine.heads.eagle_drafts import EagleDrafts
@@ -18,6 +17,7 @@ from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.speculator import Speculator
 from outrider.engine.loading import chosen_backend
+from outrider.engine.torch_layers.linear import can_prepack
 from outrider.errors import ConfigError
 
 MOST_PADDING = 4096  # maximum difference of ids between models with the same tokenizer

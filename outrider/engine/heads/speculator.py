@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.engine.growth import GrownLevel, Growth
-from outrider.engine.logits import LogitsRow
+from outrider.engine.interface.logits import LogitsRow
 
 if TYPE_CHECKING:
     from torch import Tensor

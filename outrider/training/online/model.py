@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from outrider.core.session.training_samples import TrainingSample
-from outrider.engine.hugging_face.quiet import quiet
+from outrider.engine.transformers.quiet import quiet
 from outrider.errors import ConfigError
 from outrider.training.objectives import ObjectiveName, agreement, objective
 from outrider.training.sparse import bucketed, filled

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.eager.weights import complex_rotations
 from outrider.engine.heads.checkpoint_io import Network
 from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
+from outrider.engine.torch_layers.weights import complex_rotations
 
 
 class HeadGuess(NamedTuple):

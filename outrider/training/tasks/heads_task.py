@@ -15,7 +15,7 @@ from outrider.engine.heads.checkpoint_io import make_network, save_network
 from outrider.engine.heads.config import HeadsConfig, make_heads_config
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.loading import check_family
-from outrider.engine.hugging_face.pretrained import Pretrained
+from outrider.engine.transformers.pretrained import Pretrained
 from outrider.training.acceptance import GAMMA, TargetTexts, acceptance_length
 from outrider.training.objectives import objective
 from outrider.training.recipe import HeadsRecipe

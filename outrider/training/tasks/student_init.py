@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine.engine import Dtype
-from outrider.engine.hugging_face.pretrained import NO_HUB_KERNELS, Pretrained
-from outrider.engine.hugging_face.quiet import quiet
-from outrider.engine.ranks.group import ALONE
+from outrider.engine.interface.engine import Dtype
+from outrider.engine.tensor_parallel.group import ALONE
+from outrider.engine.transformers.pretrained import NO_HUB_KERNELS, Pretrained
+from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError, TokenizerMismatch
 from outrider.hub import checkpoint_folder
 from outrider.training.data.corpus import Vocabulary

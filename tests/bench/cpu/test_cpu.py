@@ -15,7 +15,7 @@ import pytest
 from bench.cpu.engine import ScriptedEngine
 from bench.cpu.stages import STAGES
 from outrider.core.sampling.noise import Draw
-from outrider.engine.batch import Segment
+from outrider.engine.interface.batch import Segment
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "models"

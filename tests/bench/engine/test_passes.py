@@ -28,8 +28,8 @@ from bench.options import BenchOptions
 from bench.report.figures import BenchResults
 from bench.report.tables import print_tables
 from outrider.engine.checkpoints.checkpoint import read_config
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
+from outrider.engine.torch_layers.engine import NativeEngine
 from tests.bench.rows.test_cluster import OPTIONS
 
 MODELS = Path(__file__).parents[3] / "models"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from outrider._native import instruction_sets
 from outrider.cli.main import app
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.rpc.server import serving
 from outrider.v1 import (
     drafter_pb2,

@@ -19,8 +19,8 @@ from outrider.core.construction.expansion import (
     propose,
 )
 from outrider.core.construction.self_repetition import Hint
-from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, HoldTrials, hold_seconds, pays
-from outrider.core.control.budget import OVERHEAD_S, CostModel, choose_budget
+from outrider.core.control.cost.budget import OVERHEAD_S, CostModel, choose_budget
+from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals, HoldTrials, hold_seconds, pays
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Plan
 from outrider.core.tree.token_tree import TokenTree

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.core.control.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import Governor
-from outrider.core.control.plain_pace import PlainPace, StepWork
 
 SWEEP = [(rows, 0.012 + 0.002 * (rows - 1)) for rows in (1, 2, 4, 8, 16, 32, 64)]
 OVERHEAD_S = 0.0015

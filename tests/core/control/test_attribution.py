@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outrider.core.control.attribution import MIN_ALONE, STEPS, CreditTracker, DrafterCredit
+from outrider.core.control.drafters.attribution import MIN_ALONE, STEPS, CreditTracker, DrafterCredit
 
 
 def detached(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: int = 0) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.core.control.calibration import MEMORY, MIN_FACTOR, PRIOR, Calibration
+from outrider.core.control.cost.calibration import MEMORY, MIN_FACTOR, PRIOR, Calibration
 
 SEEN = 1 / (1 - MEMORY)  # observations that count, of one class that was seen for long
 SQUARES = 1 / (1 - MEMORY**2)  # the sum of their weights' squares

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outrider.core.control.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
 
 SWEEP = [(1, 0.010), (8, 0.011), (64, 0.067)]  # a millisecond for each row above eight
 

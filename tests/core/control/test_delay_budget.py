@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.delay_budget import CAPACITY_S, REFILL, DelayBudget, Recovery
+from outrider.core.control.arms.delay_budget import CAPACITY_S, REFILL, DelayBudget, Recovery
 
 STEP_S = 0.1
 times = st.floats(0.001, STEP_S)

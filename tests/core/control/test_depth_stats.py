@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.core.control.depth_stats import Depths
+from outrider.core.control.depth.depth_stats import Depths
 from outrider.core.session.contract import StepReport
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
-from outrider.core.control.attribution import CreditTracker, DrafterCredit
-from outrider.core.control.budget import CostModel
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
+from outrider.core.control.depth.policies import POLICIES
+from outrider.core.control.drafters.attribution import CreditTracker, DrafterCredit
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.goodput import AcceptancePriors, Goodput
-from outrider.core.control.governor import Governor
-from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.plain_pace import PlainPace
-from outrider.core.control.policies import POLICIES
-from outrider.core.control.steering import SessionTokens, Steering
-from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.session.contract import Plan, StepReport
 from tests.core.control.plant import SteeredSession

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.acceptance_stats import Acceptance, AcceptanceCounts
-from outrider.core.control.goodput import DWELL_S, AcceptancePriors, Goodput
-from outrider.core.control.goodput_model import GoodputInputs, best_depth, speed
+from outrider.core.control.depth.acceptance_stats import Acceptance, AcceptanceCounts
+from outrider.core.control.depth.goodput import DWELL_S, AcceptancePriors, Goodput
+from outrider.core.control.depth.goodput_model import GoodputInputs, best_depth, speed
 from outrider.core.session.contract import Plan, StepReport
 
 CEILINGS = Plan(depth=16, nodes=32)

@@ -6,9 +6,9 @@ from statistics import mean
 
 import pytest
 
-from outrider.core.control.arm import PLAIN, Arm, StepOutcome, VerifierLoad
-from outrider.core.control.overlap import OverlapMode
-from outrider.core.control.plain_pace import StepWork
+from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.cost.plain_pace import StepWork
 from tests.core.control.plant import Plant, Speedup
 
 CALLERS = [1, 2, 4, 8, 16, 32]

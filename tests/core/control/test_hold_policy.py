@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
-from outrider.core.control.budget import VerificationBudget
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.cost.budget import VerificationBudget
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.session.contract import Plan
 
 DELAY_S, GAIN = 0.01, 1.0  # of the first delta after a commit

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from outrider.core.control.budget import OVERHEAD_S
-from outrider.core.control.plain_pace import PlainPace, StepWork
+from outrider.core.control.cost.budget import OVERHEAD_S
+from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 
 SWEEP = [(1, 0.010), (64, 0.073)]  # a millisecond for each row more
 

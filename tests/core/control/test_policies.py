@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.policies import POLICIES, AcceptanceEMA, GammaPolicy, policy
+from outrider.core.control.depth.policies import POLICIES, AcceptanceEMA, GammaPolicy, policy
 from outrider.core.session.contract import Plan, StepReport
 from outrider.errors import InvalidRequest
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.control.governor import SETTLING
-from outrider.core.control.load_governor import MAX_PAIRS, MIN_PAIRS
+from outrider.core.control.arms.governor import SETTLING
+from outrider.core.control.arms.load_governor import MAX_PAIRS, MIN_PAIRS
 from outrider.core.control.paired_trial import PairedDifference, PairedTrial
 
 RECORDED = Path(__file__).parent / "recorded_steps.npz"

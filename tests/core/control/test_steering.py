@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.arm import PLAIN, Arm, StepOutcome, VerifierLoad
-from outrider.core.control.budget import CostModel
+from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.control.governor import Governor
-from outrider.core.control.overlap import OverlapMode
-from outrider.core.control.plain_pace import PlainPace, StepWork
-from outrider.core.control.steering import SessionTokens, Steering
 from outrider.core.session.contract import OFF, Overlap, Plan
 from tests.core.control.plant import SteeredSession
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest

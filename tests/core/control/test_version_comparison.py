@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outrider.core.control.version_comparison import MIN_POSITIONS, WINDOW, AgreementCounts, worse
+from outrider.core.control.drafters.version_comparison import MIN_POSITIONS, WINDOW, AgreementCounts, worse
 
 
 def seen(**counts: tuple[int, int]) -> AgreementCounts:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.acceptance_stats import AcceptanceCounts
+from outrider.core.control.depth.acceptance_stats import AcceptanceCounts
 from outrider.core.session.contract import MAX_FOLDER, Adapter, Contract, StepReport
 from outrider.errors import InvalidRequest
 

@@ -17,14 +17,14 @@ from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.device.fed_eagle import FedEagle
+from outrider.engine.gpu.eagle.fed_eagle import FedEagle
 from outrider.engine.heads.config import Kind
 from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import read_target_embeddings
-from outrider.engine.kv_slots import KvSlots
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
+from outrider.engine.kv.kv_slots import KvSlots
 from outrider.rpc.codec import FeatureRows
-from tests.engine.device.taped import DEVICE, taped
+from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
 from tests.engine.test_heads import decoded

@@ -15,7 +15,7 @@ from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.sampled_tree import SampledTree
 from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape, size_of
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import delta_from_pb, delta_to_pb
 from tests.core.acceptance.enumeration import shapes

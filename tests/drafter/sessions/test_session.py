@@ -15,7 +15,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
 
 VOCABULARY = 12
 PROMPT = (3, 1, 4, 1, 5)

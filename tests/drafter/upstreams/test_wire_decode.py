@@ -19,7 +19,7 @@ from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.committed_window import ALIAS_SPAN
-from outrider.engine.logits import HostLogits, logits_rows
+from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
 from outrider.v1 import drafter_pb2 as pb

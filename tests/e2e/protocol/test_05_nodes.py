@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns, HoldTrials
-from outrider.core.control.budget import CostModel
-from outrider.core.control.calibration import Calibration
-from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.calibration import Calibration
+from outrider.core.control.holds.arrival_model import ArrivalPatterns, HoldTrials
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
-from outrider.draft_server.draft_session import DraftStream
-from outrider.draft_server.servicer import DraftStreamServicer
-from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.codec import plan_to_pb
+from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting

@@ -12,12 +12,12 @@ import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.budget import CostModel
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.session.contract import Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.rpc.codec import plan_to_pb

@@ -15,8 +15,6 @@ import pytest_asyncio
 import torch
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.draft_server.draft_session import DraftStream
-from outrider.draft_server.snapshot import snapshot_parts
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.heads.checkpoint_io import Network
 from outrider.engine.heads.config import HeadsConfig
@@ -24,6 +22,8 @@ from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.fusing import digest_of, fusion_digest
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.codec import features_from_pb
+from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.conftest import MODELS

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoints.checkpoint import read_config
-from outrider.engine.engine import Engine
+from outrider.engine.interface.engine import Engine
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
 from tests.engine.small_checkpoints import LLAMA3, Reference, assert_same, make_checkpoint, prompt

@@ -19,7 +19,7 @@ from outrider.engine.checkpoints.padding import (
     known_shape,
     pad_checkpoint,
 )
-from outrider.engine.device import DeviceEngine
+from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
 from tests.disks import small_disk

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from outrider import _native
 from outrider.engine.adapters.low_rank import CONFIG, MOST_RANK, TENSORS, read_adapter
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.features import Features
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.features import Features
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.small_adapters import adapted_logits, assert_logits_of_peft, make_adapter, make_adapters
@@ -286,7 +286,7 @@ def test_a_rank_is_bounded(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_the_device_s_engine_gives_the_same_logits(checkpoint: Path, folders: list[Path]) -> None:
-    from outrider.engine.device import DeviceEngine
+    from outrider.engine.gpu import DeviceEngine
 
     engine = load(checkpoint)
     device = DeviceEngine.load(checkpoint, device="cpu", dtype="float32", slots=8, rows=100, adapters=3)

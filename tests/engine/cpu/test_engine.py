@@ -17,10 +17,10 @@ from outrider import _native
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.logits import Logits
+from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.logits import Logits
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
 from tests.engine.small_checkpoints import random_tokens as random_text

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.session.contract import Contract
 from outrider.errors import Unavailable
 from router.speculation.warm_start import WarmStart

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from outrider.core.answers.answer_reader import PLAIN_FORM
 from outrider.core.session.contract import Contract
-from outrider.core.tools.answer_reader import PLAIN_FORM
 from outrider.store.records import SessionTurn
 from router.reporting.usage_stats import UsageStats
 from router.scheduling.fair_turns import LoopTurns

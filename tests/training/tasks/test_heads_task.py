@@ -10,12 +10,12 @@ import torch
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.model_card import read_card
-from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.heads.config import KINDS, Kind, read_heads_config
 from outrider.engine.heads.loading import check_family, load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
+from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.recipe import HeadsRecipe

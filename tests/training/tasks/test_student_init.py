@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import CheckpointError, ConfigError, OutriderError, TokenizerMismatch
 from outrider.training.data.corpus import Vocabulary
 from outrider.training.recipe import DrafterRecipe

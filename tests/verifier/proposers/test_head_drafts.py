@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from outrider.config import VerifierConfig
-from outrider.core.control.budget import CostModel
-from outrider.core.control.calibration import Calibration
+from outrider.core.control.cost.budget import CostModel
+from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.trial_gate import TRIAL, TrialGate
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
-from outrider.engine.engine import Engine
 from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
+from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.logits import LogitsRow
 from outrider.engine.loading import load_engine
-from outrider.engine.logits import LogitsRow
 from outrider.errors import ConfigError
 from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked

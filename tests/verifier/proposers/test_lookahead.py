@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.budget import CostModel, VerificationBudget
+from outrider.core.control.cost.budget import CostModel, VerificationBudget
+from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.control.trial_gate import TRIAL, TrialGate
 from outrider.core.proposers.lookahead import COLUMNS, LENGTH
 from outrider.core.proposers.lookup import fits
@@ -20,8 +20,8 @@ from outrider.core.session.contract import OFF, RULES, Contract, Plan, StepRepor
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.eager.engine import NativeEngine
-from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.kv.kv_slots import AcquiredSlot
+from outrider.engine.torch_layers.engine import NativeEngine
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.batch import StepBatch
 from verifier_svc.commit_queue import StepCommit

@@ -33,7 +33,7 @@ struct Layer {
   PackedLinear qkv, output, gate_up, down;
 };
 
-// The rows that one slot adds to a pass; see outrider.engine.batch.Segment.
+// The rows that one slot adds to a pass; see outrider.engine.interface.batch.Segment.
 struct Segment {
   int slot, prefix, count, span, wanted;
   const int64_t* tokens;
@@ -64,7 +64,7 @@ struct Results {
   float* features;  // [rows or outputs, parts * width]; null: none
 };
 
-// The features that a pass returns; see outrider.engine.features.
+// The features that a pass returns; see outrider.engine.interface.features.
 struct FeatureRequest {
   std::vector<int> layers;  // layers whose outputs are returned, the first is 1; empty: the inputs of the head
   bool every = false;       // of all rows; else of those that want logits

@@ -251,7 +251,7 @@ const Buffer& buffer(Buffers& held, PyObject* object, PyObject* name) {
   return *held.back();
 }
 
-// Reads a segment, with the conditions of outrider.engine.batch.Segment.check.
+// Reads a segment, with the conditions of outrider.engine.interface.batch.Segment.check.
 Segment read_segment(Buffers& held, PyObject* object, const Model& model) {
   const Shape& shape = model.shape();
   Segment it{};

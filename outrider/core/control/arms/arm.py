@@ -1,0 +1,61 @@
+"""The ways in which a verifier and its drafters may work together, and what they are compared by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.cost.plain_pace import StepWork
+
+MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # in which drafters draft
+
+
+class VerifierLoad(NamedTuple):
+    """What arms are compared for separately."""
+
+    size: int  # the rounded log2 of the number of open sessions
+    greedy: bool  # whether nearly all sessions are greedy
+    representative: bool  # whether some session is representative, so that these alone count
+
+    @property
+    def sessions(self) -> int:
+        """The number of sessions that the size stands for."""
+        return 1 << self.size
+
+
+class Arm(NamedTuple):
+    """A way of working."""
+
+    mode: OverlapMode
+    denominator: int  # one of so many sessions is drafted for; 0: none is
+
+    def drafted(self, sessions: int) -> int:
+        """Return how many of so many sessions are drafted for, rounded up."""
+        return -(-sessions // self.denominator) if self.denominator else 0
+
+    @property
+    def in_other_mode(self) -> Arm:
+        """The other way to draft for the same share."""
+        return self._replace(mode=next(mode for mode in MODES if mode is not self.mode))
+
+    def __str__(self) -> str:
+        return self.mode.value if self.denominator < 2 else f"{self.mode.value} 1/{self.denominator}"
+
+    @classmethod
+    def parse(cls, name: str) -> Arm:
+        """Return the arm of this name, as `str` gives it."""
+        mode, _, share = name.partition(" 1/")
+        return PLAIN if name == str(PLAIN) else cls(OverlapMode(mode), int(share or 1))
+
+
+PLAIN = Arm(OverlapMode.REST, 0)
+
+
+class StepOutcome(NamedTuple):
+    """A step, as the governor needs it."""
+
+    work: StepWork
+    expected: float  # tokens that it was expected to commit, over all sessions
+    seconds: float  # since the commits of the step before
+    eligible: int  # open sessions that may be drafted for
+    drafting: int  # those that have a drafter and should have one

@@ -1,0 +1,154 @@
+"""Decides how a verifier and its drafters work together: in which overlap mode, and for which share of the sessions.
+
+One objective, tokens per second of the verifier; one measure, the seconds that plain decoding would have taken for what
+a step did; one bound, the delay budget. See docs/control.md. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.delay_budget import DelayBudget
+from outrider.core.control.arms.load_governor import LoadGovernor
+from outrider.core.control.cost.plain_pace import PlainPace, StepWork
+from outrider.core.control.paired_trial import PairedDifference
+from outrider.core.stats import FadingRatio
+
+SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
+STARTING = 16  # the same at most until the first step with drafts: drafters read the text, or are far away
+ENDING = 8  # the same at most until the first step without: what was drafted ahead is still there
+LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
+
+
+class Governor:
+    """Chooses the arm for each step of a verifier."""
+
+    def __init__(self, pace: PlainPace, budget: DelayBudget | None = None, pinned: Arm | None = None) -> None:
+        """`pinned`: the only arm, whatever it costs."""
+        self.pace = pace
+        self.budget = budget or DelayBudget()
+        self.arm = PLAIN if pinned is None else pinned  # in force for the next step
+        self.limited = False  # the delay budget was empty, and has not recovered: plain decoding only
+        self.switches = 0  # changes of the usual arm
+        self._pinned = pinned
+        self._loads: dict[VerifierLoad, LoadGovernor] = {}
+        self._present: LoadGovernor | None = None
+        self._settling = 0  # steps until blocks count again
+        self._changing = 0  # steps until they count although the drafts are not those of the arm yet
+        self._lingering = 0  # steps until drafters that were at work are surely still
+        self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
+
+    def begin(self, load: VerifierLoad) -> None:
+        """Choose the arm for the first step of a verifier that was idle."""
+        self._follow(self._governor_of(load))
+
+    def observe(self, load: VerifierLoad, step: StepOutcome) -> None:
+        """Record a step under the arm in force, and choose the arm of the next one."""
+        governor, arm = self._governor_of(load), self.arm
+        if governor is not self._present:
+            self._follow(governor)
+        settled = not self._settling and not self._changing
+        self._settling = max(0, self._settling - 1)
+        changed = (step.expected > step.work.sessions) is (arm != PLAIN)
+        self._changing = 0 if changed else max(0, self._changing - 1)
+        self._lingering = SETTLING if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
+        plain = not self._lingering
+        work = self._lucky(arm, step)
+        self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
+        self.pace.observe(step.work, step.seconds, plain=plain and settled)
+        if self._pinned is None:
+            recovered = governor.recovery.recovered(self.budget)
+            self.limited = self.budget.empty or (self.limited and not recovered)
+        if not step.eligible:
+            return
+        usual = governor.usual
+        governor.open()
+        plain_seconds = self.pace.seconds(work)
+        governor.record(PLAIN if plain else arm, plain_seconds, step.seconds)
+        if self._pinned is not None:
+            return
+        if self.limited:
+            governor.limit(self.budget, plain=plain)
+        else:
+            governor.resume()
+            governor.observe(arm, step, plain_seconds, settled=settled)
+        self.switches += governor.usual != usual
+        self._follow(governor)
+
+    def pass_over(self, load: VerifierLoad) -> None:
+        """Take account of a step that cannot be measured, because the verifier had nothing to do before it."""
+        governor = self._governor_of(load)
+        governor.open()
+        self._follow(governor)
+
+    def _lucky(self, arm: Arm, step: StepOutcome) -> StepWork:
+        """Return the work of a step, with the tokens that it was expected to commit instead of those that it did.
+
+        What a step commits is random, and would hide what an arm is worth. The expectation, that of the tree's
+        calibrated scores, is corrected by how much steps under the arm have committed in relation to it.
+        """
+        luck = self._luck.setdefault(arm, FadingRatio(LUCK_MEMORY, hits=LUCK_PRIOR, attempts=LUCK_PRIOR))
+        luck.observe(step.work.tokens, step.expected)
+        return step.work._replace(tokens=step.expected * luck.ratio)
+
+    def reconsider(self) -> None:
+        """Try soon what has lost before, because there are other drafters now."""
+        for governor in self._loads.values():
+            governor.reconsider()
+
+    def rates(self, sessions: int) -> tuple[float, float]:
+        """Return the tokens per second of so many sessions: plain, and in the best arm that drafts; 0 where none has
+        been in force."""
+        if self._present is None or (best := self._present.best_speedup) is None:
+            return 0.0, 0.0
+        plain = self.pace.tokens_per_s(sessions)
+        return plain, plain * best
+
+    @property
+    def reason(self) -> str:
+        """Why the arm is in force, for people."""
+        if self._present is None:
+            return "no step was taken yet"
+        if self._pinned is not None:
+            return "the configuration has pinned it"
+        if self.limited:
+            return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
+        return self._present.reason
+
+    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
+        """Return what was compared under the present load: the usual arm of then, the other one, and by how much that
+        was faster."""
+        return [] if self._present is None else self._present.compared()
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the arm in force, the delay that is left, and what is known of all arms."""
+        return {
+            "arm": str(self.arm),
+            "reason": self.reason,
+            "delay_budget_s": self.budget.level_s,
+            "limited": self.limited,
+            "switches": self.switches,
+            "plain": self.pace.estimates(),
+            "loads": [governor.estimates() for governor in tuple(self._loads.values())],
+        }
+
+    def _follow(self, governor: LoadGovernor) -> None:
+        arm, changed = self._pinned or governor.arm, governor is not self._present
+        if changed and self._present is not None:
+            self._present.pause()
+        if changed or arm != self.arm:
+            self._settling = SETTLING
+            self._changing = 0 if (self.arm == PLAIN) is (arm == PLAIN) else ENDING if arm == PLAIN else STARTING
+        self._present, self.arm = governor, arm
+
+    def _governor_of(self, load: VerifierLoad) -> LoadGovernor:
+        """Return the governor of a load. A new one tries first what is usual for the nearest number of sessions."""
+        if load not in self._loads:
+            alike = [known for known in self._loads if known.representative >= load.representative]
+            nearest = min(
+                alike, key=lambda known: (known.greedy != load.greedy, abs(known.size - load.size)), default=None
+            )
+            hint = None if nearest is None else self._loads[nearest].usual
+            self._loads[load] = LoadGovernor(load, hint)
+        return self._loads[load]

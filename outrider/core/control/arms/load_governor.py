@@ -1,0 +1,322 @@
+"""Compares the ways of working of a verifier and its drafters under one load, and keeps the fastest.
+
+See docs/control.md. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from outrider.core.control.arms.arm import MODES, PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.delay_budget import DelayBudget, Recovery
+from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.paired_trial import PairedDifference, PairedTrial
+from outrider.core.stats import FadingRatio
+
+DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
+OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
+MARGIN = math.log(1.01)  # by which an arm must be faster than plain decoding to take its place, and to keep it
+HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
+MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
+REST_S = 3.0  # from a change of the usual arm to the trial of another mode; four times to that of plain decoding
+WAIT_S = 2.0  # longest wait for the drafters of a challenger
+GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
+SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
+LOSS = 0.005  # share of the time that trials may cost
+APART = 10.0  # time from a trial to the next one of the same arm at least, in multiples of its duration
+RETRY_S = (4.0, 120.0)  # the same in seconds: after the first defeat, doubled by each further one, and at most
+
+
+class LoadGovernor:
+    """Compares arms with the usual one under one load, and keeps the fastest."""
+
+    def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
+        """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
+        that nearly always pays; several sessions compare it first."""
+        self.recovery = Recovery()
+        self._load = load
+        self._shares = [*_distinct(load.sessions)]
+        self.usual = PLAIN
+        self._opening: Arm | None = None  # a single session's first arm
+        self._plain_left = 0  # steps until it takes the place of plain decoding
+        if hint is not None and hint != PLAIN:
+            hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
+        if not load.size:
+            self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
+            self._plain_left = OPENING
+        self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
+        self._trial: _Running | None = None
+        self._first: Arm | None = None  # the next to be tried, before all others that are due
+        self._now = 0.0  # seconds of all steps under the load
+        self._next = 0.0  # when a trial may be due
+        self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
+        self._halted = False  # it does, until what its drafters have still sent is verified
+        self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
+        if load.size and hint is not None and hint != PLAIN:
+            self._prefer(hint)
+
+    @property
+    def arm(self) -> Arm:
+        """The arm for the next step."""
+        if self._halted:
+            return PLAIN
+        trial = self._trial
+        return trial.challenger if trial is not None and trial.pairs.challenged else self.usual
+
+    @property
+    def reason(self) -> str:
+        """Why the arm is in force, for people."""
+        if self._trial is not None:
+            return f"{self._trial.challenger} has a trial against {self.usual}"
+        judged = {challenger: record.difference for usual, challenger, record in self._judged() if usual == self.usual}
+        if not judged:
+            return "nothing else was compared with it yet"
+        best = max(judged, key=lambda arm: judged[arm].mean)
+        return f"the next best is {best}, whose speed over it was {judged[best]}"
+
+    @property
+    def best_speedup(self) -> float | None:
+        """Speed over plain decoding of the best arm that drafts, lately; None if none has been in force."""
+        return max((speed.ratio for arm, speed in self._speeds.items() if arm != PLAIN), default=None)
+
+    def observe(self, arm: Arm, step: StepOutcome, plain_seconds: float, *, settled: bool) -> None:
+        """Record a step under `arm`. Plain decoding would have taken `plain_seconds` for its work."""
+        if self._opening is not None:
+            return
+        if self._trial is None:
+            self._begin_trial(step)
+            return
+        trial = self._trial
+        challenged = arm == trial.challenger
+        trial.spend(plain_seconds, step.seconds, challenged=challenged)
+        if trial.pairs.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
+            trial.waited += step.seconds
+            if trial.waited < WAIT_S:
+                return
+            if not step.drafting:
+                self._defeat(trial)
+                return
+        if (
+            settled
+            and trial.pairs.challenged is challenged
+            and trial.pairs.observe(plain_seconds, step.work.tokens, step.seconds)
+        ):
+            self._decide(trial)
+
+    def record(self, arm: Arm, plain_seconds: float, seconds: float) -> None:
+        """Record a step for the speed of its arm, with all that settling and reading cost."""
+        self._speeds.setdefault(arm, FadingRatio(SPEED_MEMORY)).observe(plain_seconds, seconds)
+        self._now += seconds
+
+    def open(self) -> None:
+        """Count a step of a single session towards its first arm."""
+        if self._opening is not None:
+            self._plain_left -= 1
+            if self._plain_left <= 0:
+                self.usual, self._opening, self._next = self._opening, None, self._now
+
+    def limit(self, budget: DelayBudget, *, plain: bool) -> None:
+        """Decode plainly, because the delay budget is empty. Where a challenger has emptied it, return to the usual
+        arm, and only if that one loses more, to plain decoding.
+
+        The usual arm stays usual if what its drafters had already sent fills the budget again, before a step is
+        `plain`: where steps are long, one of them takes or brings more than the budget holds.
+        """
+        if self._trial is not None:
+            self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
+            self._defeat(self._trial)
+        if self.usual == PLAIN or (budget.level_s > self._floor_s and not self._halted):
+            return
+        self._halted = not plain
+        if not plain:
+            return
+        stopped, self.usual = self.usual, PLAIN
+        if self._floor_s:  # a challenger had spent what the usual arm would have needed
+            self._prefer(stopped)
+        else:
+            self._record(stopped).defeat(self._now, 0.0, 0.0)
+            self._prefer(stopped.in_other_mode)
+
+    def resume(self) -> None:
+        """Go on with the usual arm, because the budget allows it."""
+        self._halted = False
+        self._floor_s = 0.0
+
+    def pause(self) -> None:
+        """Leave an incomplete pair out, because the load has changed."""
+        if self._trial is not None:
+            self._trial.pairs.restart_pair()
+
+    def reconsider(self) -> None:
+        """Try all arms again soon."""
+        self._next = 0.0
+        for record in self._records.values():
+            record.due, record.interval = min(record.due, self._now + RETRY_S[0]), RETRY_S[0]
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the usual arm, the running trial, and all comparisons."""
+        trial = self._trial
+        return {
+            "sessions": self._load.sessions,
+            "kind": "greedy" if self._load.greedy else "sampled",
+            "representative": self._load.representative,
+            "usual": str(self.usual),
+            "trial": None if trial is None else str(trial.challenger),
+            "speeds": [{"arm": str(arm), "ratio": speed.ratio} for arm, speed in tuple(self._speeds.items())],
+            "compared": [
+                {
+                    "usual": str(usual),
+                    "arm": str(arm),
+                    "due_s": max(0.0, record.due - self._now),
+                    **record.difference.estimates(),
+                }
+                for usual, arm, record in self._judged()
+            ],
+        }
+
+    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
+        """See `Governor.compared`."""
+        return [(usual, arm, record.difference) for usual, arm, record in self._judged()]
+
+    def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
+        return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
+
+    def _prefer(self, arm: Arm) -> None:
+        """Try an arm now, before all others."""
+        self._first = arm
+        self._record(arm).due = min(self._record(arm).due, self._now)
+        self._next = self._now
+
+    def _begin_trial(self, step: StepOutcome) -> None:
+        """Begin a trial that is due, if there is one: of the preferred arm, else of the largest share, which may win
+        most."""
+        if not step.eligible or (self.usual != PLAIN and not step.drafting):
+            return  # there is nobody to draft for, or no drafter has come yet
+        if self._now < self._next:
+            return
+        records = {arm: self._record(arm) for arm in self._candidates()}
+        due = [arm for arm, record in records.items() if record.due <= self._now]
+        if not due:
+            self._next = min(record.due for record in records.values())
+            return
+        arm = min(due, key=lambda arm: (arm != self._first, arm.denominator or math.inf, records[arm].due))
+        self._first = None
+        self._trial = _Running(arm, PairedTrial(records[arm].difference))
+
+    def _candidates(self) -> Iterator[Arm]:
+        """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""
+        if self.usual == PLAIN:
+            for mode in MODES:
+                yield from self._climb(mode, self._shares)
+            yield from (arm for usual, arm in tuple(self._records) if usual == PLAIN)
+            return
+        yield PLAIN
+        rung = self._shares.index(self.usual.denominator)
+        yield from self._climb(self.usual.mode, self._shares[rung + 1 :])
+        if rung:
+            yield Arm(self.usual.mode, self._shares[rung - 1])
+        yield self.usual.in_other_mode
+
+    def _climb(self, mode: OverlapMode, shares: Sequence[int]) -> Iterator[Arm]:
+        """Yield shares from the smallest on; a larger one only if those before were tried and did no harm."""
+        for denominator in shares:
+            arm = Arm(mode, denominator)
+            yield arm
+            record = self._records.get((self.usual, arm))
+            if record is None or not record.difference.pairs or record.difference.high < HARMLESS:
+                break
+
+    def _decide(self, trial: _Running) -> None:
+        """End the trial when the pair that is complete has made it clear, or when there were enough of them."""
+        difference = trial.pairs.difference
+        if difference.pairs < MIN_PAIRS:
+            return
+        margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
+        enough = trial.pairs.blocks >= 2 * MAX_PAIRS
+        if difference.low > margin or (enough and difference.mean > self._tie_margin(trial.challenger)):
+            self._trial = None
+            beaten, self.usual = self.usual, trial.challenger
+            self._next = self._now
+            record = self._record(beaten)
+            record.difference = difference.reversed()
+            record.defeat(self._now, trial.lost_by_usual, trial.lasted)
+        elif difference.high < margin or enough:
+            self._defeat(trial)
+
+    def _tie_margin(self, challenger: Arm) -> float:
+        """Return by how much a challenger must be faster, at the mean, when the pairs leave it open which arm is."""
+        if self.usual == PLAIN:
+            return math.inf
+        return 0.0 if challenger == PLAIN else MARGIN
+
+    def _defeat(self, trial: _Running) -> None:
+        self._trial = None
+        self._record(trial.challenger).defeat(self._now, trial.lost, trial.lasted)
+
+    def _record(self, challenger: Arm) -> _Record:
+        """Return the record of a challenger. Only a larger share in the same mode is tried without a pause."""
+        if (self.usual, challenger) not in self._records:
+            climbs = self.usual == PLAIN or (
+                challenger.mode is self.usual.mode and challenger.denominator < self.usual.denominator
+            )
+            rests = 4.0 * REST_S if challenger == PLAIN else REST_S
+            self._records[self.usual, challenger] = _Record(self._now + (0.0 if climbs else rests))
+        return self._records[self.usual, challenger]
+
+
+class _Record:
+    """What is known of a challenger beside a usual arm, and when it is tried again."""
+
+    def __init__(self, due: float) -> None:
+        self.difference = PairedDifference()
+        self.due = due  # when the next trial may begin
+        self.interval = RETRY_S[0]
+
+    def defeat(self, now: float, lost: float, lasted: float) -> None:
+        """Postpone the next trial, after one that lasted and lost so many seconds."""
+        self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
+        self.interval = min(RETRY_S[1], 2.0 * self.interval)
+
+
+class _Running:
+    """A trial that runs."""
+
+    def __init__(self, challenger: Arm, pairs: PairedTrial) -> None:
+        self.challenger = challenger
+        self.pairs = pairs
+        self.waited = 0.0  # seconds, for drafters
+        self._plain = [0.0, 0.0]  # [usual, challenger] seconds that plain decoding would have taken
+        self._took = [0.0, 0.0]  # [usual, challenger] seconds, with those of settling
+
+    def spend(self, plain_seconds: float, seconds: float, *, challenged: bool) -> None:
+        self._plain[challenged] += plain_seconds
+        self._took[challenged] += seconds
+
+    @property
+    def lasted(self) -> float:
+        return sum(self._took)
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the challenger's steps took longer than the usual arm would have taken."""
+        return self._lost(0, 1)
+
+    @property
+    def lost_by_usual(self) -> float:
+        """Seconds that the usual arm's steps took longer than the challenger would have taken."""
+        return self._lost(1, 0)
+
+    def _lost(self, better: int, worse: int) -> float:
+        pace = self._took[better] / self._plain[better] if self._plain[better] else 1.0
+        return max(0.0, self._took[worse] - pace * self._plain[worse])
+
+
+def _distinct(sessions: int) -> Iterator[int]:
+    """Yield the denominators under which different numbers of so many sessions are drafted for."""
+    for denominator, larger in pairwise(DENOMINATORS):
+        if -(-sessions // denominator) != -(-sessions // larger):
+            yield denominator
+    yield DENOMINATORS[-1]

@@ -1,0 +1,101 @@
+"""A model's weights as plain tensors on a device, grouped by layer, so that one function computes all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.checkpoints.checkpoint import ModelConfig
+from outrider.engine.gpu.linears.float8 import Float8Weight, quantized
+from outrider.engine.gpu.linears.int4 import GroupedInt4Weight, quantized4
+from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.torch_layers.weights import LayerWeights, WeightReader, WeightSource
+
+DeviceDtype = Literal["float32", "bfloat16", "float8", "int4"]  # of the layers' linears
+Weight = Tensor | Float8Weight | GroupedInt4Weight
+
+
+class DeviceLayer(NamedTuple):
+    """The weights of one layer, as `LayerWeights`; those of linears may have 8 or 4 bits."""
+
+    attention_norm: Tensor
+    qkv: Weight
+    qkv_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys, [head_dim] each
+    output: Weight
+    output_bias: Tensor | None
+    ffn_norm: Tensor
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, layer: LayerWeights, dtype: DeviceDtype) -> DeviceLayer:
+        """Make it of weights in bfloat16 or float32."""
+
+        def stored(weight: Tensor) -> Weight:
+            if dtype == "int4":
+                return quantized4(weight)
+            return quantized(weight) if dtype == "float8" else weight
+
+        norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            norms = layer.query_norm, layer.key_norm
+        return cls(
+            layer.attention_norm,
+            stored(layer.qkv),
+            layer.qkv_bias,
+            norms,
+            stored(layer.output),
+            layer.output_bias,
+            layer.ffn_norm,
+            stored(layer.gate_up),
+            layer.gate_up_bias,
+            stored(layer.down),
+            layer.down_bias,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a pass reads; those of the norms of heads are too few to count."""
+        return sum(part.nbytes for part in self if isinstance(part, Weight))
+
+
+class ModelWeights(NamedTuple):
+    """The weights of a model, or a rank's part of them. Norms are float32."""
+
+    embedding: Tensor  # [vocabulary, width / ranks]
+    layers: tuple[DeviceLayer, ...]
+    norm: Tensor  # [width]
+    head: Tensor  # [vocabulary / ranks, width]; the same tensor as the embedding where possible
+    parameters: int  # of the layers that were read, on all ranks
+    dtype: DeviceDtype
+
+    @property
+    def bytes_of_a_pass(self) -> int:
+        """Bytes of weights that a pass reads; the few rows of the embedding do not count."""
+        return sum(layer.nbytes for layer in self.layers) + self.head.nbytes
+
+
+def load_weights(
+    source: WeightSource,
+    config: ModelConfig,
+    shard: Shard,
+    kept: Iterable[int],
+    device: torch.device,
+    dtype: DeviceDtype,
+) -> ModelWeights:
+    """Read the `kept` layers one after another, and of each weight only the part that `shard` holds.
+
+    `config`: that of the complete model. Raises CheckpointError.
+    """
+    kind = torch.float32 if dtype == "float32" else torch.bfloat16
+    reader = WeightReader(source, config, shard, group_first=False, device=device, dtype=kind)
+    embedding = reader.embedding()
+    layers = tuple(DeviceLayer.of(reader.layer(index), dtype) for index in kept)
+    head = embedding if config.tied and shard.of == 1 else reader.head()
+    return ModelWeights(embedding, layers, reader.norm(), head, reader.parameters, dtype)

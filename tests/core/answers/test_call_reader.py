@@ -1,0 +1,118 @@
+"""Calls are read out of an answer the same however it is divided, and what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from outrider.core.answers.call_reader import CallPiece, CallReader
+from outrider.core.answers.formats import FORMATS
+
+NAMES = ("weather", "time")
+ARGUMENTS = '{"city": "Bern {\\"x\\"]", "days": [1, 2], "deep": {"a": {}}}'
+WEATHER = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+TIME = '{"parameters": {}, "name": "time"}'
+OTHER = '{"name": "launch", "arguments": {}}'
+
+Read = tuple[str, list[tuple[str, str]]]
+
+CASES: list[tuple[str, str, Read]] = [
+    ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", ("", [("weather", ARGUMENTS)])),
+    (
+        "hermes",
+        f"Let me see.\n\n<tool_call>{TIME}</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call>\n",
+        ("Let me see.", [("time", "{}"), ("weather", ARGUMENTS)]),
+    ),
+    ("hermes", f"<tool_call>\n{OTHER}\n</tool_call> Done.", (" Done.", [("launch", "{}")])),
+    ("hermes", "if a <tool and b < c: \n", ("if a <tool and b < c: \n", [])),
+    ("hermes", "<tool_call>\nnot now</tool_call>", ("<tool_call>\nnot now</tool_call>", [])),
+    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"zo', ("", [("time", '{"zo')])),
+    ("hermes", '<tool_call>\n{"na', ('<tool_call>\n{"na', [])),
+    ("hermes", WEATHER, (WEATHER, [])),
+    ("llama3", WEATHER, ("", [("weather", ARGUMENTS)])),
+    ("llama3", f" {TIME}; {WEATHER}", ("", [("time", "{}"), ("weather", ARGUMENTS)])),
+    ("llama3", OTHER, (OTHER, [])),
+    ("llama3", f"Use {WEATHER}", (f"Use {WEATHER}", [])),
+    ("llama3", '{"city": "Bern"}', ('{"city": "Bern"}', [])),
+    ("llama3", "[1, 2]", ("[1, 2]", [])),
+    ("llama3", f"[{TIME}, {WEATHER}]", ("", [("time", "{}"), ("weather", ARGUMENTS)])),
+    ("mistral", f"[TOOL_CALLS] [{TIME}, {WEATHER}]", ("", [("time", "{}"), ("weather", ARGUMENTS)])),
+    ("mistral", f"[TOOL_CALLS][{OTHER}]", ("", [("launch", "{}")])),
+    ("mistral", f"[{WEATHER}]", ("", [("weather", ARGUMENTS)])),
+    ("mistral", "[a link](x)", ("[a link](x)", [])),
+    ("mistral", "  ", ("  ", [])),
+    ("mistral", '[{"name": "time", "arguments": "{\\"zone\\": 1}"}]', ("", [("time", '{"zone": 1}')])),
+    ("mistral11", f"I look.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", ("I look.", [("weather", ARGUMENTS)])),
+    (
+        "mistral11",
+        f"[TOOL_CALLS]time[CALL_ID]a1b2c3d4e[ARGS] {{}}[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
+        ("", [("time", "{}"), ("weather", ARGUMENTS)]),
+    ),
+    ("mistral11", "[TOOL_CALLS]time", ("[TOOL_CALLS]time", [])),
+    ("mistral11", f"[TOOL_CALLS]{'x' * 300} y", (f"[TOOL_CALLS]{'x' * 300} y", [])),
+    ("mistral11", "[TOOL_CALLS][ARGS]{}", ("[TOOL_CALLS][ARGS]{}", [])),
+    ("mistral11", '[TOOL_CALLS]time[ARGS]{"zo', ("", [("time", '{"zo')])),
+    ("mistral11", "[TOOL_CALLS]time[ARGS]none", ("none", [("time", "")])),
+    ("llama3", '{"name": 3}', ('{"name": 3}', [])),
+    ("llama3", '{"name" "time"}', ('{"name" "time"}', [])),
+    ("llama3", '{"name": "time", "parameters": {}, oops} more', ("oops} more", [("time", "{}")])),
+]
+
+
+def joined(pieces: list[CallPiece]) -> Read:
+    content, calls = "", list[tuple[str, str]]()
+    for piece in pieces:
+        if piece.call < 0:
+            assert not piece.name
+            content += piece.text
+        else:
+            assert (piece.call == len(calls)) is bool(piece.name)
+            if piece.name:
+                calls.append((piece.name, ""))
+            name, arguments = calls[piece.call]
+            calls[piece.call] = name, arguments + piece.text
+    return content, calls
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_calls_and_content_of_a_whole_answer(form: str, text: str, expected: Read) -> None:
+    reader = CallReader(FORMATS[form], NAMES)
+    content, calls = joined([*reader.read(text), *reader.finish()])
+    assert (content, calls) == expected
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(1, 9), max_size=60))
+@example(CASES[0], [1] * 60)
+def test_pieces_of_any_length_give_the_same(case: tuple[str, str, Read], lengths: list[int]) -> None:
+    form, text, _ = case
+    whole, reader, pieces, place = CallReader(FORMATS[form], NAMES), CallReader(FORMATS[form], NAMES), [], 0
+    for length in lengths:
+        pieces += reader.read(text[place : place + length])
+        place += length
+    pieces += [*reader.read(text[place:]), *reader.finish()]
+    assert joined(pieces) == joined([*whole.read(text), *whole.finish()])
+
+
+@given(st.text(alphabet='<tool_cal>{}[]":, \nnametie/TOOL_CALLS\\', max_size=80), st.sampled_from([*FORMATS]))
+def test_no_answer_loses_anything_but_what_is_around_calls(text: str, form: str) -> None:
+    reader = CallReader(FORMATS[form], NAMES)
+    content, calls = joined([*reader.read(text), *reader.finish()])
+    if not calls:
+        assert content == text
+
+
+def test_arguments_come_before_the_call_is_complete() -> None:
+    reader = CallReader(FORMATS["hermes"], NAMES)
+    assert reader.read('<tool_call>\n{"name": "time", "arg') == [CallPiece("", 0, "time")]
+    assert reader.read('uments": {"zone": "a') == [CallPiece('{"zone": "a', 0)]
+
+
+def test_a_long_argument_is_read_in_time_that_grows_with_its_length() -> None:
+    text = json.dumps({"name": "time", "arguments": {"text": "a" * 1_000_000}})
+    reader = CallReader(FORMATS["llama3"], NAMES)
+    content, calls = joined([*reader.read(text), *reader.finish()])
+    assert not content
+    assert len(calls[0][1]) > 1_000_000

@@ -1,0 +1,152 @@
+"""Answers that have to be calls are calls that the reader finds, with arguments of the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from outrider.core.answers.call_reader import CallReader
+from outrider.core.answers.formats import FORMATS, Tools, calls_grammar, format_of, read_calls, read_tools
+from outrider.core.json_bounds import JsonBounds
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
+from outrider.errors import InvalidRequest
+from outrider.grammar.compiler import GrammarCompiler
+
+FOLDER = Path(__file__).parents[3] / "models" / "target"
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+VOCABULARY, EOS = 4096, 4095
+
+
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = (
+    function("weather", city={"enum": ["Bern", "Ulm"]}, days={"type": "integer", "minimum": 1, "maximum": 9}),
+    function("time", zone={"enum": ["here", "there"]}),
+    {"type": "function", "function": {"name": "stop"}},
+)
+
+
+def answer(form: str, tools: Tools, seed: int) -> str:
+    """An answer of a model that knows nothing, to its end."""
+    grammar = calls_grammar(FORMATS[form], tools, lambda text: None)
+    contract = Contract(seed=seed, max_tokens=999, stop_ids=(EOS,), grammar=grammar)
+    compiler = GrammarCompiler(FOLDER, VOCABULARY, [EOS])
+    sampler = Sampler(contract, VOCABULARY, [5, 6], 2, grammar=compiler.start(grammar))
+    random, tokens = np.random.default_rng(seed), list[int]()
+    bias = np.where(np.arange(VOCABULARY) == EOS, 3.0 * (seed % 2), 0.0).astype(np.float32)
+    while len(tokens) < 999:
+        token = sampler.choose(random.standard_normal(VOCABULARY).astype(np.float32) + bias).token
+        if token == EOS:
+            text: str = TOKENIZER.decode(tokens)
+            return text
+        tokens.append(token)
+        sampler.extend([token])
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("form", [*FORMATS])
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ({"required": True}, {"weather", "time", "stop"}),
+        ({"required": True, "single": True}, {"weather", "time", "stop"}),
+        ({"name": "time"}, {"time"}),
+    ],
+)
+def test_an_answer_that_has_to_be_calls_is_nothing_else(form: str, chosen: dict[str, Any], names: set[str]) -> None:
+    tools, counts = Tools(TOOLS, **chosen), set()
+    for seed in range(6):
+        reader = CallReader(FORMATS[form], ("weather", "time", "stop"))
+        pieces = [*reader.read(answer(form, tools, seed)), *reader.finish()]
+        assert all(piece.call >= 0 for piece in pieces)
+        assert {piece.name for piece in pieces if piece.name} <= names
+        for number in range(reader.calls):
+            own = [piece for piece in pieces if piece.call == number]
+            arguments = json.loads("".join(piece.text for piece in own))
+            match own[0].name:
+                case "weather":
+                    assert arguments["city"] in ("Bern", "Ulm")
+                    assert 1 <= arguments["days"] <= 9
+                case "time":
+                    assert arguments in ({"zone": "here"}, {"zone": "there"})
+                case _:
+                    assert arguments == {}
+        counts.add(reader.calls)
+    assert min(counts) >= 1
+    assert (max(counts) > 1) == (chosen == {"required": True})
+
+
+def test_special_tokens_are_named_by_their_ids() -> None:
+    grammar = calls_grammar(FORMATS["mistral"], Tools(TOOLS), {"[TOOL_CALLS]": 5}.get)
+    assert grammar.text.startswith('start: <[5]> "[" call (", " call){0,31} "]"')
+    grammar = calls_grammar(FORMATS["hermes"], Tools(TOOLS, name="time"), {"<tool_call>": 7, "</tool_call>": 8}.get)
+    assert grammar.text.startswith('start: call\ncall: <[7]> "\\n" function "\\n" <[8]>\n')
+
+
+def test_a_call_s_number_comes_before_its_arguments_where_the_model_has_a_token_for_it() -> None:
+    ids = {"[TOOL_CALLS]": 5, "[CALL_ID]": 6, "[ARGS]": 7}
+    grammar = calls_grammar(FORMATS["mistral11"], Tools(TOOLS, name="time"), ids.get)
+    assert grammar.text.startswith("start: call\ncall: <[5]> function \nfunction: f0\n")
+    assert 'f0: "time" (<[6]> /[a-zA-Z0-9]{9}/)? <[7]> %json {' in grammar.text
+
+
+def test_the_form_of_a_template_may_be_set() -> None:
+    form = format_of("{{ messages }}", "llama3")
+    assert form is FORMATS["llama3"]
+
+
+def test_the_form_follows_from_the_template() -> None:
+    found = {
+        "{% if tools %}<tool_call>{% endif %}": "hermes",
+        "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]": "mistral",
+        "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]": "mistral11",
+        '<|start_header_id|>{{ tools }} {"name": x, "parameters": y}': "llama3",
+        "{{ messages }}<tool_call>": None,
+        "{{ tools }}": None,
+    }
+    for template, name in found.items():
+        form = format_of(template)
+        assert (form and form.name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "64 levels"),
+        ("[]", "a list of 1 to 128"),
+        ("{}", "a list of 1 to 128"),
+        (json.dumps([function("a")] * 2), "names that differ"),
+        (json.dumps([function("a")]), "none of the tools: a"),
+        (json.dumps([{"type": "function", "function": {}}]), r"tools\[0\]"),
+        (json.dumps([{"type": "function", "function": {"name": "b", "parameters": [1]}}]), "must be a JSON schema"),
+        ("[3]", r"tools\[0\]"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_name(text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        read_tools(text, JsonBounds(), name="b")
+
+
+def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": '{"zone": "here"}'}}
+    (seen,) = read_calls("x", json.dumps([call]), JsonBounds())
+    assert seen["function"] == {"name": "time", "arguments": {"zone": "here"}}
+    assert seen["id"] == "1"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "3", "[3]", "[{}]", '[{"function": {"name": 3}}]', '[{"function": {"name": "a", "arguments": "["}}]']
+)
+def test_what_are_no_calls_is_refused_by_name(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[2\].tool_calls"):
+        read_calls("messages[2].tool_calls", text, JsonBounds())
