@@ -12,7 +12,7 @@ from drafter_svc.hot_reload import HotReload, RequiredShape
 from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.servicer import Capacity, DraftServicer
+from drafter_svc.servicer import Capacity, DrafterServicer
 from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
@@ -32,7 +32,7 @@ from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 
@@ -115,7 +115,7 @@ def _wanted_features(config: DrafterConfig, engine: Engine) -> WantedFeatures:
 
 def with_model(
     config: DrafterConfig, worker_id: str, ticket_verifier: TicketVerifier, group: Group = ALONE
-) -> DraftServicer:
+) -> DrafterServicer:
     """Return a drafter that has a model. `ticket_verifier`: checks the tickets of a lower tier.
 
     Raises what `load_part` raises.
@@ -133,15 +133,15 @@ def with_model(
     if config.target is not None:
         return _translating(config, worker_id, engine, capacity)
     upstreams = _upstream_pool(config, worker_id, capacity)
-    lower_tier = DraftStreamServicer(worker_id, capacity.tokenizer_digest, ticket_verifier) if config.serves else None
+    lower_tier = UpstreamServicer(worker_id, capacity.tokenizer_digest, ticket_verifier) if config.serves else None
     scheduler = _draft_scheduler(config, engine, upstreams.send, upstreams.resync, lower_tier)
     upstreams.serve(scheduler)
     if lower_tier is not None:
         lower_tier.serve(scheduler)
-    return DraftServicer(config, worker_id, capacity, upstreams, scheduler, lower_tier)
+    return DrafterServicer(config, worker_id, capacity, upstreams, scheduler, lower_tier)
 
 
-def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity: Capacity) -> DraftServicer:
+def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity: Capacity) -> DrafterServicer:
     """Return a drafter whose tokenizer is not the target's: it drafts by text."""
     assert config.target is not None
     folders = [checkpoint_folder(checkpoint, weights=False) for checkpoint in (config.target, config.model)]
@@ -152,10 +152,10 @@ def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity
     translator = Translator(*tokenizers, send=upstreams.send, resync=upstreams.resync)
     translator.serve(_draft_scheduler(config, engine, translator.on_delta, translator.reopen))
     upstreams.serve(translator)
-    return DraftServicer(config, worker_id, capacity, upstreams, translator)
+    return DrafterServicer(config, worker_id, capacity, upstreams, translator)
 
 
-def without_model(config: DrafterConfig, worker_id: str) -> DraftServicer:
+def without_model(config: DrafterConfig, worker_id: str) -> DrafterServicer:
     """Return a drafter without a model. Reads only the tokenizer and the configuration.
 
     Raises TokenizerMismatch for a store of another tokenizer.
@@ -177,7 +177,7 @@ def without_model(config: DrafterConfig, worker_id: str) -> DraftServicer:
         ),
     )
     upstreams.serve(scheduler)
-    return DraftServicer(config, worker_id, capacity, upstreams, scheduler)
+    return DrafterServicer(config, worker_id, capacity, upstreams, scheduler)
 
 
 def hot_reload(config: DrafterConfig, capacity: Capacity, scheduler: DraftScheduler, versions: Versions) -> HotReload:
@@ -221,7 +221,7 @@ def _draft_scheduler(
     engine: Engine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
-    stream_servicer: DraftStreamServicer | None = None,
+    stream_servicer: UpstreamServicer | None = None,
 ) -> DraftScheduler:
     return DraftScheduler(
         engine,

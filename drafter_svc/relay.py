@@ -16,50 +16,50 @@ from itertools import islice
 from typing import Protocol
 
 from drafter_svc.sessions.mirror import OWN
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.upstream_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
+from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
 
 
 class LowerTier(Protocol):
     """Sends to the lower tier."""
 
-    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
         """Sends new tokens from `position` on, or new terms."""
 
-    def resend_snapshots(self, session: DraftedSession) -> None:
+    def resend_snapshots(self, session: UpstreamSession) -> None:
         """Sends a snapshot to all drafters of a session."""
 
-    def hint(self, session: DraftedSession, hints: Hints) -> None:
+    def hint(self, session: UpstreamSession, hints: Hints) -> None:
         """Sends the scores of this drafter's model."""
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         """Reports nodes that were dropped from the tree although the target may still choose them."""
 
-    def subscribe_waiting(self, session: DraftedSession) -> None:
+    def subscribe_waiting(self, session: UpstreamSession) -> None:
         """Subscribes the drafters that were waiting for this session."""
 
 
 class NoLowerTier:
     """The null object: this drafter serves no lower tier."""
 
-    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
         """Does nothing."""
 
-    def resend_snapshots(self, session: DraftedSession) -> None:
+    def resend_snapshots(self, session: UpstreamSession) -> None:
         """Does nothing."""
 
-    def hint(self, session: DraftedSession, hints: Hints) -> None:
+    def hint(self, session: UpstreamSession, hints: Hints) -> None:
         """Does nothing."""
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         """Does nothing."""
 
-    def subscribe_waiting(self, session: DraftedSession) -> None:
+    def subscribe_waiting(self, session: UpstreamSession) -> None:
         """Does nothing."""
 
 
@@ -68,7 +68,7 @@ class RelayedTerms:
 
     resting = False  # an upstream that wants drafters to rest sends a price of 1
 
-    def __init__(self, session: DraftSession) -> None:
+    def __init__(self, session: DrafterSession) -> None:
         self.plan = session.plan  # the one that was last passed on
         self._session = session
 
@@ -78,7 +78,7 @@ class RelayedTerms:
         return self._session.terms
 
 
-class Relay(DraftedSession):
+class Relay(UpstreamSession):
     """One session. `forward` sends the lower tier's nodes up."""
 
     terms: RelayedTerms
@@ -86,7 +86,7 @@ class Relay(DraftedSession):
     def __init__(
         self,
         key: Attachment,
-        session: DraftSession,
+        session: DrafterSession,
         lower_tier: LowerTier,
         forward: Callable[[Sequence[Node], str, bytes], None],
     ) -> None:
@@ -99,7 +99,7 @@ class Relay(DraftedSession):
         self._last_sent = 0.0  # when the lower tier was last sent tokens or hints
         self._adopt(session)
 
-    def restart(self, session: DraftSession) -> None:
+    def restart(self, session: DrafterSession) -> None:
         """Restarts the session over another tree; drafters of the lower tier get a snapshot."""
         before = self.tree
         self._adopt(session)
@@ -107,7 +107,7 @@ class Relay(DraftedSession):
             self.tree.ids.of(subscription.sender).resume(before.ids.of(subscription.sender).last_id)
         self._lower_tier.resend_snapshots(self)
 
-    def _adopt(self, session: DraftSession) -> None:
+    def _adopt(self, session: DrafterSession) -> None:
         self._session = session
         self.vocabulary, self.unpadded_vocabulary = session.vocabulary, session.unpadded_vocabulary
         self.tree, self.tokens, self.terms = session.tree, session.tokens, RelayedTerms(session)

@@ -18,7 +18,7 @@ from drafter_svc.relay import LowerTier, NoLowerTier, Relay
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
 from drafter_svc.sessions.mirror import Inbox, MirrorSnapshot, MirrorUpdate
 from drafter_svc.sessions.sampled_session import SampledSession
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.refusals import UPSTREAM_ENDED
 from drafter_svc.upstreams.upstream import Attachment
@@ -54,7 +54,7 @@ class ScheduledSession:
     kv_scope: str  # within what its KV may be shared
     adapter: object | None = None  # of the model
     inbox: Inbox = field(default_factory=Inbox)
-    session: DraftSession | None = None
+    session: DrafterSession | None = None
     relay: Relay | None = None  # the session as the lower tier sees it
     next: tuple[Segment, list[Node]] | None = None  # the segment to run next, and the nodes that it expands
     has_read: bool = False  # it has just read all of a long text, so it may propose more
@@ -66,7 +66,7 @@ class LevelPart:
     """One session's part of a level."""
 
     key: Attachment
-    session: DraftSession
+    session: DrafterSession
     segment: Segment
     nodes: list[Node]  # the nodes that the segment's last rows expand
     fits: DrafterFits
@@ -235,7 +235,7 @@ class DraftScheduler:
                     await self._executor.wait_idle(self._changed)
 
     def _reserve(
-        self, session: DraftSession, segment: Segment, behind: Sequence[tuple[Attachment, ScheduledSession]]
+        self, session: DrafterSession, segment: Segment, behind: Sequence[tuple[Attachment, ScheduledSession]]
     ) -> bool:
         """Whether there is memory for a session's next segment and all of its text. Preempts sessions `behind` it as
         far as needed: the first session in line always drafts.
@@ -305,7 +305,7 @@ class DraftScheduler:
             if session.plan.depth:
                 self._send_new(key, member, session, delta)
 
-    def _follow_grammar(self, key: Attachment, session: DraftSession) -> None:
+    def _follow_grammar(self, key: Attachment, session: DrafterSession) -> None:
         """Has a session draft within its contract's grammar, as soon as that is compiled."""
         grammar = session.contract.grammar
         if grammar is not None and session.sampler.grammar is None and self._grammars is not None:
@@ -330,7 +330,7 @@ class DraftScheduler:
             if adapter is not None:
                 member.inbox.appendleft(session.snapshot())
 
-    def _next(self, member: ScheduledSession, session: DraftSession) -> tuple[Segment, list[Node]] | None:
+    def _next(self, member: ScheduledSession, session: DrafterSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
             self._fit(member, session),
             chunk=self._prefill_chunk,
@@ -358,7 +358,7 @@ class DraftScheduler:
             member.inbox.clear()
             self._resync(key)
 
-    def _begin(self, key: Attachment, member: ScheduledSession, snapshot: MirrorSnapshot) -> DraftSession:
+    def _begin(self, key: Attachment, member: ScheduledSession, snapshot: MirrorSnapshot) -> DrafterSession:
         """Return a session over a snapshot, whose text may be shorter than before; KV that is still valid is kept."""
         first_id, repeats = 1, None
         if member.session is not None:
@@ -398,7 +398,7 @@ class DraftScheduler:
         self.slots.release(member.kv_slot.slot, held, member.kv_scope, key.session_id)
         self._executor.release(member.kv_slot.slot, len(held))
 
-    def _relay(self, key: Attachment, member: ScheduledSession, session: DraftSession) -> None:
+    def _relay(self, key: Attachment, member: ScheduledSession, session: DrafterSession) -> None:
         """Opens the session for the lower tier, or restarts it there."""
         if member.relay is not None:
             member.relay.restart(session)
@@ -416,7 +416,7 @@ class DraftScheduler:
             session.rescore(nodes, self._fit(member, session))
             self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
 
-    def _apply(self, member: ScheduledSession, session: DraftSession, message: MirrorUpdate | Hints) -> bool:
+    def _apply(self, member: ScheduledSession, session: DrafterSession, message: MirrorUpdate | Hints) -> bool:
         """Applies a message. Returns False when the mirror differs from the upstream's copy."""
         if isinstance(message, Hints):
             session.tree.hint(message)
@@ -507,7 +507,7 @@ class DraftScheduler:
                 self._deliver(part.key, part.session, delta, exhausted=False)
             self._send_new(part.key, member, part.session, deltas[-1])
 
-    def _send_new(self, key: Attachment, member: ScheduledSession, session: DraftSession, delta: Delta) -> None:
+    def _send_new(self, key: Attachment, member: ScheduledSession, session: DrafterSession, delta: Delta) -> None:
         """Sends new nodes; when these are the last before the next commit, also those that were held back."""
         exhausted = member.next is None and not (member.relay is not None and member.relay.drafting)
         if exhausted:
@@ -517,12 +517,12 @@ class DraftScheduler:
                 delta = held_back
         self._deliver(key, session, delta, exhausted=exhausted)
 
-    def _deliver(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
+    def _deliver(self, key: Attachment, session: DrafterSession, delta: Delta, *, exhausted: bool) -> None:
         self.nodes += len(delta.tokens)
         if delta.tokens or delta.rescored or exhausted:
             self._send(key, delta, session.plan.version, exhausted)
 
-    def _fit(self, member: ScheduledSession, session: DraftSession) -> DrafterFits:
+    def _fit(self, member: ScheduledSession, session: DrafterSession) -> DrafterFits:
         """Return the fits of a session's scores: those that sessions of one rule and temperature bucket share, or its
         own copy where it is not representative."""
         contract = session.contract

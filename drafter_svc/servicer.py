@@ -21,10 +21,9 @@ from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import server_span
 from outrider.store.registry import TOP, Worker
 from outrider.telemetry.metrics import register_metric
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.v1 import drafter_pb2 as pb
-from outrider.v1 import types_pb2
-from outrider.v1.drafter_pb2_grpc import DrafterServicer
+from outrider.v1 import drafter_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext
 AnyScheduler = DraftScheduler | NgramScheduler | Translator
@@ -43,7 +42,7 @@ class Capacity:
     features: WantedFeatures = NO_FEATURES  # that its model drafts from
 
 
-class DraftServicer(DrafterServicer):
+class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     """Serves the routers, and describes this drafter to them."""
 
     def __init__(
@@ -53,7 +52,7 @@ class DraftServicer(DrafterServicer):
         capacity: Capacity,
         upstreams: UpstreamPool,
         scheduler: AnyScheduler,
-        stream_servicer: DraftStreamServicer | None = None,
+        stream_servicer: UpstreamServicer | None = None,
     ) -> None:
         """`stream_servicer`: serves the lower tier."""
         self.worker_id = worker_id

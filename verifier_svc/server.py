@@ -38,7 +38,7 @@ from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
@@ -46,7 +46,7 @@ from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeature
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
-from verifier_svc.servicer import DecodeServicer
+from verifier_svc.servicer import VerifierServicer
 
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # sizes of the passes whose cost is measured at start, in tokens
 
@@ -73,7 +73,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     redis, clock = connect(redis_url), RedisClock()
     register_metric("outrider.clock.skew", clock.skew_s)
     ticket_verifier = TicketVerifier(partial(listed_keys, redis, clock.now), clock.now)
-    stream_servicer = DraftStreamServicer(
+    stream_servicer = UpstreamServicer(
         worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest, config.trusted_drafters
     )
     scheduler = StepScheduler(
@@ -89,7 +89,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         pinned=None if config.arm == "measured" else Arm.parse(config.arm),
     )
     stream_servicer.serve(scheduler)
-    decode_servicer = DecodeServicer(config, worker_id, engine, scheduler, stream_servicer)
+    decode_servicer = VerifierServicer(config, worker_id, engine, scheduler, stream_servicer)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(decode_servicer, server)
@@ -148,7 +148,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
             await asyncio.Event().wait()  # until cancelled; steps go on until the server has drained
 
 
-def _register_metrics(engine: Engine, scheduler: StepScheduler, stream_servicer: DraftStreamServicer) -> None:
+def _register_metrics(engine: Engine, scheduler: StepScheduler, stream_servicer: UpstreamServicer) -> None:
     """Registers the verifier's gauges and counters under their catalogue names."""
     register_metric("outrider.slots", lambda: engine.slots)
     register_metric("outrider.sessions", lambda: len(scheduler.sessions))

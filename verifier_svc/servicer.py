@@ -24,10 +24,9 @@ from outrider.offload import offload_if_long
 from outrider.rpc.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
 from outrider.telemetry.tracing import Attributes
-from outrider.upstream_server.servicer import DraftStreamServicer
-from outrider.v1 import types_pb2
+from outrider.upstream_server.servicer import UpstreamServicer
+from outrider.v1 import types_pb2, verifier_pb2_grpc
 from outrider.v1 import verifier_pb2 as pb
-from outrider.v1.verifier_pb2_grpc import VerifierServicer
 from verifier_svc.adapters import AdapterStore
 from verifier_svc.router_stream import RouterStream
 from verifier_svc.scheduler import PREFILL, StepScheduler
@@ -41,7 +40,7 @@ Requests = AsyncIterator[pb.DecodeRequest]
 Context = grpc.aio.ServicerContext
 
 
-class DecodeServicer(VerifierServicer):
+class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     """Opens sessions for routers and sends them the commits."""
 
     def __init__(
@@ -50,7 +49,7 @@ class DecodeServicer(VerifierServicer):
         worker_id: str,
         engine: Engine,
         scheduler: StepScheduler,
-        stream_servicer: DraftStreamServicer,
+        stream_servicer: UpstreamServicer,
     ) -> None:
         self._config = config
         self._worker_id = worker_id

@@ -21,7 +21,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.step_broadcast import StepBroadcast
-from outrider.upstream_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
+from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
 from verifier_svc.commit_queue import CommitQueue, StepCommit
 from verifier_svc.proposers.head_drafts import SENDER as HEADS
 from verifier_svc.proposers.head_drafts import HeadDrafts
@@ -56,7 +56,7 @@ class SessionStart:
         return self.contract.kv_scope(self.tenant)
 
 
-class VerifierSession(DraftedSession):
+class VerifierSession(UpstreamSession):
     """State of one session. Only the event loop's thread touches it."""
 
     terms: DraftingTerms

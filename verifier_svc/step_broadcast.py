@@ -9,12 +9,12 @@ from outrider.core.session.contract import StepReport
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
 from outrider.rpc.codec import plan_to_pb, report_to_pb
-from outrider.upstream_server.draft_session import DraftedSession
+from outrider.upstream_server.upstream_session import UpstreamSession
 from outrider.v1 import types_pb2
 
 
 def step_tree(
-    session: DraftedSession,
+    session: UpstreamSession,
     public: Set[int],
     nodes: Sequence[Node],
     path: Sequence[Node],

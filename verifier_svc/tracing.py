@@ -13,7 +13,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns
-from outrider.upstream_server.draft_session import DraftedSession
+from outrider.upstream_server.upstream_session import UpstreamSession
 
 
 class StepFigures(NamedTuple):
@@ -60,7 +60,7 @@ class TracedSteps:
 
     def after_commit(
         self,
-        session: DraftedSession,
+        session: UpstreamSession,
         control: Attributes,
         step: StepFigures,
         pending: PendingStep,

@@ -24,14 +24,14 @@ from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
-from outrider.upstream_server.draft_session import DraftStream, Subscription
+from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load as load_target
 from verifier_svc.session import SessionStart, VerifierSession
 
 
-class _LocalStream(DraftStream):
+class _LocalStream(UpstreamStream):
     """The drafter's stream. The verifier's scheduler uses it only to close a session for the drafter."""
 
     def __init__(self, pair: LocalPair) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafter_svc.sessions.sampled_session import SampledSession
-from drafter_svc.sessions.session import DraftSession, KvMove
+from drafter_svc.sessions.session import DrafterSession, KvMove
 from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.tree.node import Node
 
 
-class _Recomputed(DraftSession):
+class _Recomputed(DrafterSession):
     """Keeps rows of committed tokens alone; rows of nodes that were committed are computed anew."""
 
     def commit(self, tokens: Sequence[int]) -> KvMove | None:

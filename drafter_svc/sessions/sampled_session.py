@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from drafter_svc.sessions.mirror import MirrorSnapshot
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow, rule_of
 from outrider.core.construction import Sequoia, StaticConstruction
 from outrider.core.construction.expansion import DrafterFits
@@ -19,7 +19,7 @@ from outrider.core.tree.static_trees import Shape
 from outrider.engine.interface.logits import LogitsRow
 
 
-class SampledSession(DraftSession):
+class SampledSession(DrafterSession):
     """Draws level by level; a level is sent complete. No drawn node decides what is drawn or sent beside it, and none
     survives a commit: both would bias the text (docs/protocol.md, section 12).
     """

@@ -31,7 +31,7 @@ class KvMove:
     target: NDArray[np.int64]
 
 
-class DraftSession(Mirror, ABC):
+class DrafterSession(Mirror, ABC):
     """One session's tree and KV; subclasses decide how the tree grows.
 
     Cache rows [0, cached) hold committed tokens; `scratch` names the nodes whose KV the rows behind them hold, oldest

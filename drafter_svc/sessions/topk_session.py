@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from drafter_svc.sessions.mirror import MirrorSnapshot
-from drafter_svc.sessions.session import DraftSession, KvMove
+from drafter_svc.sessions.session import DrafterSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
 from outrider.core.construction.expansion import (
@@ -32,7 +32,7 @@ READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; t
 _NO_NODE = Node(-1, -1, None, 0.0)  # of cache rows whose node is not in the tree
 
 
-class TopKSession(DraftSession):
+class TopKSession(DrafterSession):
     """Ranks candidates by log q, plus the noise where the target shares it. The construction decides which nodes are
     expanded and sent.
     """

@@ -29,7 +29,7 @@ class _Snapshot:
     rest: Parts | None = None
 
 
-class DraftOutbox:
+class UpstreamOutbox:
     """The sending side of a Draft call. Its queues are bounded, however slowly the drafter reads.
 
     A commit joins the queued commit of the same attachment. An attachment that lags so far that late nodes could not be

@@ -24,10 +24,10 @@ from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
 from outrider.rpc.message_bounds import BEFORE_A_TICKET, REQUEST, decode
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
-from outrider.upstream_server.draft_session import DraftedSession, DraftStream, Subscription, WaitingSubscribe
 from outrider.upstream_server.entrance import Entrance
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream, WaitingSubscribe
 from outrider.v1 import drafter_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class SessionHost(Protocol):
     """The owner of the sessions: a verifier's scheduler, or that of a drafter that serves a lower tier."""
 
     @property
-    def sessions(self) -> Mapping[str, DraftedSession]:
+    def sessions(self) -> Mapping[str, UpstreamSession]:
         """The sessions by their ids."""
 
     @property
@@ -61,7 +61,7 @@ class SessionHost(Protocol):
         """A drafter's stream has opened."""
 
 
-class DraftStreamServicer:
+class UpstreamServicer:
     """Grafts the nodes that drafters send onto their sessions' trees, and sends drafters the commits."""
 
     def __init__(
@@ -81,7 +81,7 @@ class DraftStreamServicer:
         self._tokenizer_digest = tokenizer_digest
         self._ticket_verifier = ticket_verifier
         self._entrance = Entrance()
-        self._streams: set[DraftStream] = set()
+        self._streams: set[UpstreamStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
         self._host: SessionHost
 
@@ -132,7 +132,7 @@ class DraftStreamServicer:
                 writing.cancel()
                 await asyncio.gather(reading, writing, return_exceptions=True)
 
-    def subscribe_waiting(self, session: DraftedSession) -> None:
+    def subscribe_waiting(self, session: UpstreamSession) -> None:
         """Subscribes the drafters that were waiting for this session, which has opened."""
         for stream in self._streams:
             for attachment, waiting in list(stream.waiting.items()):
@@ -144,7 +144,7 @@ class DraftStreamServicer:
         """Reads the routers' public keys when a ticket needs them. Runs until cancelled."""
         await self._ticket_verifier.run(self._on_keys_read)
 
-    def pause(self, session: DraftedSession) -> None:
+    def pause(self, session: UpstreamSession) -> None:
         """Lets drafters rest until the next commit, if they have begun below the present root: their nodes would come
         too late. A drafter that still reads what it missed goes on.
         """
@@ -153,13 +153,13 @@ class DraftStreamServicer:
             if subscription.begun == root != subscription.exhausted:
                 self._send_commit(subscription, pb.Commit(position=len(session.tokens)), resting=True)
 
-    def refresh(self, session: DraftedSession) -> None:
+    def refresh(self, session: UpstreamSession) -> None:
         """Sends a plan or credit that changed without a commit, also to drafters that rest."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, False)
             self._send_commit(subscription, pb.Commit(position=len(session.tokens)))
 
-    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
         """Sends a session's drafters the committed tokens, from `position` on."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, session.terms.resting)
@@ -173,12 +173,12 @@ class DraftStreamServicer:
         for subscription, ids in dropped.items():
             self._send_commit(subscription, pb.Commit(position=len(subscription.session.tokens), dropped=ids))
 
-    def resend_snapshots(self, session: DraftedSession) -> None:
+    def resend_snapshots(self, session: UpstreamSession) -> None:
         """Sends a snapshot to all drafters of a session, whose tree was replaced."""
         for subscription in session.subscriptions.values():
             self._snapshot(subscription)
 
-    def hint(self, session: DraftedSession, hints: Hints) -> None:
+    def hint(self, session: UpstreamSession, hints: Hints) -> None:
         """Sends a session's drafters the scores of this upstream's model."""
         for subscription in session.subscriptions.values():
             message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
@@ -225,7 +225,7 @@ class DraftStreamServicer:
 
     async def _greet(
         self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any], on_admitted: Callable[[], None]
-    ) -> DraftStream:
+    ) -> UpstreamStream:
         first = decode(pb.DraftUp, BEFORE_A_TICKET, await anext(frames, b""))
         if first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
@@ -236,12 +236,12 @@ class DraftStreamServicer:
                 "draft with a model of the same family, or start the drafter with --target"
             )
         holder = holder_of(context, hello.drafter_id)
-        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat, holder, on_admitted)
+        stream = UpstreamStream(hello.drafter_id, self._host.progress.heartbeat, holder, on_admitted)
         stream.public_sources, stream.batches = hello.public_sources, hello.batches
         stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id, batches=True)))
         return stream
 
-    async def _read(self, stream: DraftStream, frames: Requests) -> None:
+    async def _read(self, stream: UpstreamStream, frames: Requests) -> None:
         refused_in_a_row = 0
         async for data in frames:
             message = decode(pb.DraftUp, REQUEST if stream.admitted else BEFORE_A_TICKET, data)
@@ -253,7 +253,7 @@ class DraftStreamServicer:
                     raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
             stream.check()
 
-    def _receive(self, stream: DraftStream, frame: pb.DraftUp | pb.TreeDelta) -> None:
+    def _receive(self, stream: UpstreamStream, frame: pb.DraftUp | pb.TreeDelta) -> None:
         if isinstance(frame, pb.TreeDelta):
             self._graft(stream, frame)
             return
@@ -269,12 +269,12 @@ class DraftStreamServicer:
             case kind:
                 raise InvalidRequest("frame", f"'{kind}' is not allowed here")
 
-    async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _write(self, stream: UpstreamStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; the reader gets the error
             while (frame := await stream.next()) is not None:
                 await context.write(frame)
 
-    def _subscribe(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+    def _subscribe(self, stream: UpstreamStream, subscribe: pb.Subscribe) -> None:
         if subscribe.attachment <= stream.attached:
             self.refused += 1  # a replay
             return
@@ -284,7 +284,7 @@ class DraftStreamServicer:
         else:
             self._open(stream, subscribe)
 
-    def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+    def _open(self, stream: UpstreamStream, subscribe: pb.Subscribe) -> None:
         """Subscribes a drafter to its session, has it wait for the session or its ticket's key, or refuses it with the
         reason.
         """
@@ -298,7 +298,7 @@ class DraftStreamServicer:
         except OutriderError as error:
             self._refuse(stream, subscribe.attachment, str(error))
 
-    def _admit(self, stream: DraftStream, subscribe: pb.Subscribe, session: DraftedSession) -> None:
+    def _admit(self, stream: UpstreamStream, subscribe: pb.Subscribe, session: UpstreamSession) -> None:
         if subscribe.epoch != session.epoch:
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
@@ -311,7 +311,7 @@ class DraftStreamServicer:
         session.on_drafter_subscribed()
         self._host.wake()
 
-    def _check_holder(self, stream: DraftStream) -> None:
+    def _check_holder(self, stream: UpstreamStream) -> None:
         """Raises Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
         Overloaded if its own are too many."""
         same = [other for other in self._streams if other.admitted and other.drafter_id == stream.drafter_id]
@@ -321,7 +321,7 @@ class DraftStreamServicer:
             raise Overloaded(f"a drafter has at most {MAX_STREAMS} streams here at a time")
         stream.admit()
 
-    def _check_trust(self, stream: DraftStream, session: DraftedSession) -> None:
+    def _check_trust(self, stream: UpstreamStream, session: UpstreamSession) -> None:
         """Raises Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
         if session.drawn and stream.holder and name_of(stream.drafter_id) not in self._trusted:
             raise Forbidden(
@@ -344,7 +344,7 @@ class DraftStreamServicer:
             del self._calibrations[next(iter(self._calibrations))]
         return self._calibrations.setdefault(drafter_id, Calibration())
 
-    def _wait(self, stream: DraftStream, subscribe: pb.Subscribe, reading: int | None) -> None:
+    def _wait(self, stream: UpstreamStream, subscribe: pb.Subscribe, reading: int | None) -> None:
         if len(stream.waiting) >= WAITING_SUBSCRIPTIONS:
             raise Overloaded("too many subscriptions wait for their session or their ticket's key")
         stream.waiting[subscribe.attachment] = WaitingSubscribe(subscribe, reading)
@@ -356,7 +356,7 @@ class DraftStreamServicer:
                 if waiting.reading is not None and waiting.reading <= number:
                     self._settle(stream, attachment)
 
-    def _settle(self, stream: DraftStream, attachment: int) -> None:
+    def _settle(self, stream: UpstreamStream, attachment: int) -> None:
         """Subscribes a drafter that has waited, or refuses it; it waits no longer."""
         waiting = stream.waiting.pop(attachment, None)
         if waiting is None:
@@ -369,7 +369,7 @@ class DraftStreamServicer:
         except OutriderError as error:
             self._refuse(stream, attachment, str(error))
 
-    def _unsubscribe(self, stream: DraftStream, unsubscribe: pb.Unsubscribe) -> None:
+    def _unsubscribe(self, stream: UpstreamStream, unsubscribe: pb.Unsubscribe) -> None:
         subscription = stream.subscriptions.get(unsubscribe.attachment)
         if subscription:
             subscription.session.unsubscribe(stream)
@@ -377,7 +377,7 @@ class DraftStreamServicer:
         elif not stream.waiting.pop(unsubscribe.attachment, None):
             self.refused += 1  # sent before the session's end was received
 
-    def _graft(self, stream: DraftStream, message: pb.TreeDelta) -> None:
+    def _graft(self, stream: UpstreamStream, message: pb.TreeDelta) -> None:
         """Adds a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
         subscription = stream.subscriptions.get(message.attachment)
         if subscription is None or subscription.session.epoch != message.epoch:
@@ -402,11 +402,11 @@ class DraftStreamServicer:
         self.report_dropped(dropped)
         self._host.wake()
 
-    def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:
+    def _refuse(self, stream: UpstreamStream, attachment: int, reason: str) -> None:
         self.refused += 1
         stream.close(attachment, reason)
 
-    def _forget(self, stream: DraftStream) -> None:
+    def _forget(self, stream: UpstreamStream) -> None:
         self._streams.discard(stream)
         stream.waiting.clear()
         for subscription in list(stream.subscriptions.values()):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider.rpc.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, set_sent_terms, tokens_in_part
-from outrider.upstream_server.draft_session import Subscription
+from outrider.upstream_server.upstream_session import Subscription
 from outrider.v1 import drafter_pb2 as pb
 
 

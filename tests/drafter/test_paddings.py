@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
 from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
@@ -53,7 +53,7 @@ def row(text: Sequence[int], ids: int) -> NDArray[np.float32]:
     return np.concatenate([random.normal(0, 2, SHARED), np.full(ids - SHARED, LOUD)]).astype(np.float32)
 
 
-def levels(session: DraftSession, ids: int, fits: DrafterFits, count: int = 8) -> list[Delta]:
+def levels(session: DrafterSession, ids: int, fits: DrafterFits, count: int = 8) -> list[Delta]:
     """What the session sends, level by level; its model reads ids that it has."""
     deltas = []
     for _ in range(count):
@@ -68,7 +68,7 @@ def levels(session: DraftSession, ids: int, fits: DrafterFits, count: int = 8) -
     return deltas
 
 
-def drafted(session: DraftSession, ids: int, commits: Sequence[Sequence[int]]) -> list[Delta]:
+def drafted(session: DrafterSession, ids: int, commits: Sequence[Sequence[int]]) -> list[Delta]:
     """All that the session sends, before and after each commit."""
     fits = DrafterFits()
     deltas = levels(session, ids, fits)

@@ -22,7 +22,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
-from outrider.upstream_server.draft_session import DraftedSession, DraftStream, Subscription
+from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 
 VOCABULARY = 12
@@ -45,7 +45,7 @@ class Three:
         self.upper = TokenTree(PROMPT)
         self.sent: list[str] = []  # origins of what went up
         self.relay = Relay(Attachment("s", "t", 1, b""), self.session, self, self._forward)
-        self.stream = DraftStream("below", Heartbeat)
+        self.stream = UpstreamStream("below", Heartbeat)
         self.subscription = self.relay.subscribe(self.stream, 1, Calibration())
         self.lower = Mirror(
             MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
@@ -60,24 +60,24 @@ class Three:
         assert self.upper.graft(1, delta).dropped == []
         self.sent.append(delta.origin)
 
-    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
         credit = self.relay.grant(self.subscription)
         update = MirrorUpdate(position, tuple(tokens), self.session.tree.digest, None, SentTerms(), credit, ())
         assert self.lower.apply_update(update)
 
-    def hint(self, session: DraftedSession, hints: Hints) -> None:
+    def hint(self, session: UpstreamSession, hints: Hints) -> None:
         self.lower.tree.hint(hints)
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         self.lower.remove_dropped(dropped.get(self.subscription, ()))
 
-    def resend_snapshots(self, session: DraftedSession) -> None:
+    def resend_snapshots(self, session: UpstreamSession) -> None:
         credit = self.relay.grant(self.subscription)
         digest = self.session.tree.digest
         snapshot = MirrorSnapshot(tuple(self.session.tokens), digest, self.session.contract, PLAN, credit)
         self.lower = Mirror(snapshot, first_id=self.lower.next_id)
 
-    def subscribe_waiting(self, session: DraftedSession) -> None:
+    def subscribe_waiting(self, session: UpstreamSession) -> None:
         pass
 
     def draft_below(self, count: int) -> None:

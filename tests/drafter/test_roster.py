@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from drafter_svc.servicer import Capacity, DraftServicer
+from drafter_svc.servicer import Capacity, DrafterServicer
 from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
@@ -54,7 +54,7 @@ class Rig:
         upstreams = UpstreamPool(pb.Hello(vocabulary=100))
         upstreams.serve(self.loop)  # type: ignore[arg-type]
         capacity, loop = Capacity(b"digest", 100, 1000, SLOTS, 0), self.loop
-        self.servicer = DraftServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, loop)  # type: ignore[arg-type]
+        self.servicer = DrafterServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, loop)  # type: ignore[arg-type]
 
     async def attach(self, epoch: int, *, session: str = "s", upstream: str = UPSTREAM, ticket: bytes = b"") -> None:
         request = pb.AttachRequest(session_id=session, epoch=epoch, upstream=upstream, ticket=ticket)

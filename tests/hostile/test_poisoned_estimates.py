@@ -36,7 +36,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.store.training_samples import TrainingSampleStore
-from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from router import server
 from router.speculation.warm_start import WarmStart
@@ -87,7 +87,7 @@ def opened(verifier: StepScheduler, terms: dict[str, Any]) -> VerifierSession:
 @contracts
 def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
     session, calibration = opened(scheduler(), terms), Calibration()
-    subscription = session.subscribe(DraftStream("d", Heartbeat), 1, calibration)
+    subscription = session.subscribe(UpstreamStream("d", Heartbeat), 1, calibration)
     session.grant(subscription)
 
     def misses() -> None:

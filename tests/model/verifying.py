@@ -16,7 +16,7 @@ from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.node import Node
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import OutriderError
-from outrider.upstream_server.draft_session import DraftStream, Subscription
+from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from router.sessions.verifier_client import DecodeEnd, DecodeIdle, DecodeStart, ReceivedCommit
@@ -43,9 +43,9 @@ class Verifier:
         self.passing: list[tuple[VerifierSession, list[Node]]] = []  # what the step that runs does
         self._choose = choose
         self._routers: dict[VerifierSession, Link] = {}
-        self._streams: dict[Link, DraftStream] = {}
-        self._links: dict[DraftStream, Link] = {}
-        self._waiting: dict[tuple[DraftStream, int], Subscribe] = {}
+        self._streams: dict[Link, UpstreamStream] = {}
+        self._links: dict[UpstreamStream, Link] = {}
+        self._waiting: dict[tuple[UpstreamStream, int], Subscribe] = {}
 
     def __str__(self) -> str:
         return f"{self.name} {[(name, session.epoch, len(session.tokens)) for name, session in self.sessions.items()]}"
@@ -102,7 +102,7 @@ class Verifier:
                     subscription.session.unsubscribe(stream)
             return
         if link not in self._streams:
-            stream = self._streams[link] = DraftStream(link.name.partition(" ")[0], types_pb2.Heartbeat)
+            stream = self._streams[link] = UpstreamStream(link.name.partition(" ")[0], types_pb2.Heartbeat)
             self._links[stream] = link
             link.back.moved = self._pump
         stream = self._streams[link]
@@ -214,7 +214,7 @@ class Verifier:
         """The target's token after what the digest stands for, where the tree is at `node`."""
         return self._choose(digest)
 
-    def _subscribe(self, stream: DraftStream, subscribe: Subscribe) -> None:
+    def _subscribe(self, stream: UpstreamStream, subscribe: Subscribe) -> None:
         session = self.sessions.get(subscribe.session_id)
         if session is None:
             self._waiting[stream, subscribe.attachment] = subscribe
@@ -226,7 +226,7 @@ class Verifier:
     def _admits(self, subscribe: Subscribe, session: VerifierSession) -> bool:
         return subscribe.epoch == session.epoch
 
-    def _graft(self, stream: DraftStream, graft: Graft) -> None:
+    def _graft(self, stream: UpstreamStream, graft: Graft) -> None:
         subscription = stream.subscriptions.get(graft.attachment)
         if subscription is None or subscription.session.epoch != graft.epoch:
             return

@@ -11,8 +11,8 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import InvalidRequest
-from outrider.upstream_server.draft_session import DraftStream, Subscription
 from outrider.upstream_server.snapshot import snapshot_parts
+from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.session import TREE_CAPACITY, SessionStart, VerifierSession
 
@@ -30,7 +30,7 @@ def subscribed(**terms: int) -> Subscription:
         ArrivalPatterns.unknown(),
         unpadded_vocabulary=UNPADDED,
     )
-    return session.subscribe(DraftStream("d", types_pb2.Heartbeat), 1, Calibration())
+    return session.subscribe(UpstreamStream("d", types_pb2.Heartbeat), 1, Calibration())
 
 
 def chains(first_id: int, count: int, token: int = 0) -> Delta:

@@ -25,7 +25,7 @@ from outrider.rpc.liveness import WorkClock
 from outrider.rpc.server import serving
 from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.rpc.tls import VERIFIER, Tls
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
@@ -63,7 +63,7 @@ class Upstream:
         )
         self.sessions = {"s": self.session}
         keys = TicketVerifier(self._keys, time.time)
-        self.servicer = DraftStreamServicer("verifier-1", b"tokenizer", keys, trusted=trusted)
+        self.servicer = UpstreamServicer("verifier-1", b"tokenizer", keys, trusted=trusted)
         self.servicer.serve(self)
 
     def wake(self) -> None:

@@ -12,9 +12,9 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.upstream_server.draft_session import DraftStream
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.session import SessionStart, VerifierSession
@@ -24,21 +24,21 @@ async def no_keys() -> dict[bytes, float]:
     return {}
 
 
-def publish(sink: DraftStreamServicer, session: VerifierSession, commit: StepCommit) -> None:
+def publish(sink: UpstreamServicer, session: VerifierSession, commit: StepCommit) -> None:
     sink.publish(session, commit.position, [choice.token for choice in commit.choices])
 
 
-def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[DraftStreamServicer, VerifierSession]:
+def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[UpstreamServicer, VerifierSession]:
     terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
     session = VerifierSession(
         SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown()
     )
-    return DraftStreamServicer("verifier", b"", TicketVerifier(no_keys, time.time)), session
+    return UpstreamServicer("verifier", b"", TicketVerifier(no_keys, time.time)), session
 
 
 async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     sink, session = sink_and_session()
-    stream = DraftStream("one", Heartbeat)
+    stream = UpstreamStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration()).plan_version = 1
     for resting in (True, True, False):
         session.terms.set_overlap_mode(OverlapMode.REST if resting else OverlapMode.TURNS)
@@ -53,7 +53,7 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
 
 async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_that_read_are_not() -> None:
     sink, session = sink_and_session()
-    begun, reading, done = streams = [DraftStream(name, Heartbeat) for name in ("begun", "reading", "done")]
+    begun, reading, done = streams = [UpstreamStream(name, Heartbeat) for name in ("begun", "reading", "done")]
     for stream in streams:
         session.grant(session.subscribe(stream, 1, Calibration()))
     for stream in (begun, done):
@@ -74,7 +74,7 @@ async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_
 
 async def test_a_change_of_the_plan_reaches_drafters_at_rest() -> None:
     sink, session = sink_and_session()
-    stream = DraftStream("one", Heartbeat)
+    stream = UpstreamStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
     session.terms.set_overlap_mode(OverlapMode.REST)
     publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
@@ -101,7 +101,7 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
 )
 async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
     sink, session = sink_and_session(overlap)
-    stream = DraftStream("one", Heartbeat)
+    stream = UpstreamStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
     for now, (way, kept) in enumerate(
         zip((OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST), followed, strict=True), 1
@@ -120,7 +120,7 @@ async def test_a_plan_forbids_a_step_until_the_tree_is_as_deep_as_it_allows_or_i
     policy, sessions = HoldPolicy(), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
     assert policy.required_hold(sessions, 1.0) == (None, 0.0)  # before the first commit
     for session in sessions:
-        session.subscribe(DraftStream("one", Heartbeat), 1, Calibration())
+        session.subscribe(UpstreamStream("one", Heartbeat), 1, Calibration())
         session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
     complete, incomplete, other = sessions
     parent = complete.tree.root

@@ -11,7 +11,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.step_broadcast import step_tree
 
@@ -31,7 +31,7 @@ def drafted(*deltas: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[Toke
 def seen(tree: TokenTree, nodes: dict[int, Node], *path: int) -> types_pb2.StepTree:
     """What a watcher sees where the target accepts these tokens."""
     subscriptions = {
-        DraftStream(name, types_pb2.Heartbeat): SimpleNamespace(sender=key) for name, key in DRAFTERS.items()
+        UpstreamStream(name, types_pb2.Heartbeat): SimpleNamespace(sender=key) for name, key in DRAFTERS.items()
     }
     session: Any = SimpleNamespace(
         tree=tree, tokens=list(TEXT), subscriptions=subscriptions, origins={}, terms=SimpleNamespace(plan=OFF)

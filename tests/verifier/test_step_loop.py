@@ -25,7 +25,7 @@ from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.interface.logits import HostLogits, Logits
 from outrider.engine.loading import load_engine
 from outrider.errors import Moved, Superseded
-from outrider.upstream_server.draft_session import DraftStream
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
 from verifier_svc.commit_queue import StepCommit
@@ -330,7 +330,7 @@ async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepS
     session = opened(loop)
     await stepped(loop, session)  # reads the prompt
     for name, count in (("long", 3), ("short", 1)):
-        stream = DraftStream(name, types_pb2.Heartbeat)
+        stream = UpstreamStream(name, types_pb2.Heartbeat)
         subscription = session.subscribe(stream, 1, Calibration())
         draft(session, answer[1 : 1 + count], subscription.sender)
     await stepped(loop, session)

@@ -8,14 +8,14 @@ import pytest
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
 from outrider.upstream_server import outbox
-from outrider.upstream_server.draft_session import DraftStream
 from outrider.upstream_server.outbox import CONTROL_FRAMES
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
 
-def stream() -> DraftStream:
-    return DraftStream("d", lambda: types_pb2.Heartbeat(steps=5))
+def stream() -> UpstreamStream:
+    return UpstreamStream("d", lambda: types_pb2.Heartbeat(steps=5))
 
 
 def commit(attachment: int, position: int, count: int = 1) -> pb.Commit:
@@ -28,7 +28,7 @@ def parts(count: int) -> Iterator[pb.Snapshot]:
         yield pb.Snapshot(attachment=1, position=number, last=number == count - 1)
 
 
-async def kinds(outgoing: DraftStream, count: int) -> list[str]:
+async def kinds(outgoing: UpstreamStream, count: int) -> list[str]:
     found = []
     for _ in range(count):
         frame = await outgoing.next()

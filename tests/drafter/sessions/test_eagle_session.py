@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
 from drafter_svc.sessions.mirror import MirrorSnapshot
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
@@ -94,7 +94,7 @@ class Rig:
             tokens, extend(EMPTY, tokens), Contract(seed=4, max_tokens=200, rule=rule), PLAN, 400, epoch=1
         )
         kind = EagleTopKSession if rule == "shared-noise" else EagleSampledSession
-        self.session: DraftSession = kind(snapshot, place.slot, self.shape.vocabulary, cached=place.cached)
+        self.session: DrafterSession = kind(snapshot, place.slot, self.shape.vocabulary, cached=place.cached)
         self.engine.feed(place.slot, first, text.rows(first, count), restart=True)
         self.cached = place.cached
         self.upstream = TokenTree(tokens)

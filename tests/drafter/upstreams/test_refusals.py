@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.servicer import Capacity, DraftServicer
+from drafter_svc.servicer import Capacity, DrafterServicer
 from drafter_svc.upstreams import upstream_pool
 from drafter_svc.upstreams.refusals import MAX_SESSIONS, UPSTREAM_ENDED, Refusals
 from drafter_svc.upstreams.upstream import Attachment
@@ -92,19 +92,19 @@ class Call:
 
 
 @asynccontextmanager
-async def reaching_no_upstream() -> AsyncIterator[DraftServicer]:
+async def reaching_no_upstream() -> AsyncIterator[DrafterServicer]:
     """A drafter whose upstreams are ports on which no server listens."""
     upstreams, idle = UpstreamPool(pb.Hello(vocabulary=100)), Idle()
     upstreams.serve(idle)  # type: ignore[arg-type]
     capacity = Capacity(b"digest", 100, 1000, 4, 0)
-    drafter = DraftServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, idle)  # type: ignore[arg-type]
+    drafter = DrafterServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, idle)  # type: ignore[arg-type]
     try:
         yield drafter
     finally:
         await upstreams.close()
 
 
-async def attach(drafter: DraftServicer, upstream: str) -> pb.AttachResponse:
+async def attach(drafter: DrafterServicer, upstream: str) -> pb.AttachResponse:
     call: Any = Call()
     return await drafter.Attach(pb.AttachRequest(session_id="session", epoch=1, upstream=upstream), call)
 

@@ -10,7 +10,7 @@ import pytest
 from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
-from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.wire_decode import LARGEST_VOCABULARY, NO_FEATURES, PartialSnapshot, update_from_pb
@@ -57,7 +57,7 @@ def looked_up(way: LookupMethod) -> Drafts:
 
 def modelled(kind: type[TopKSession] | type[SampledSession]) -> Drafts:
     def drafts(snapshot: MirrorSnapshot) -> int:
-        session: DraftSession = kind(snapshot, 0, OWN)
+        session: DrafterSession = kind(snapshot, 0, OWN)
         session.refill(DrafterFits())
         chosen = session.next_segment(DrafterFits(), chunk=64, limit=4, context=100, rows=100)
         assert chosen is not None

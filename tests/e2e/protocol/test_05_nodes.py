@@ -17,9 +17,9 @@ from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.codec import plan_to_pb
-from outrider.upstream_server.draft_session import DraftStream
-from outrider.upstream_server.servicer import DraftStreamServicer
+from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
@@ -77,12 +77,12 @@ async def no_keys() -> dict[bytes, float]:
 async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
     loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
-    sink = DraftStreamServicer("verifier", b"", TicketVerifier(no_keys, time.time))
+    sink = UpstreamServicer("verifier", b"", TicketVerifier(no_keys, time.time))
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
     start = SessionStart("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)
     session = VerifierSession(start, AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown())
-    streams = [DraftStream(name, Heartbeat) for name in ("one", "another")]
+    streams = [UpstreamStream(name, Heartbeat) for name in ("one", "another")]
     for stream in streams:
         session.subscribe(stream, 1, Calibration())
     session.arrivals.arrived(-100.0, 1.0, passing=True)  # they do not begin any more

@@ -22,8 +22,8 @@ from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.fusing import digest_of, fusion_digest
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.codec import features_from_pb
-from outrider.upstream_server.draft_session import DraftStream
 from outrider.upstream_server.snapshot import snapshot_parts
+from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.conftest import MODELS
@@ -155,7 +155,7 @@ async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
 
 async def test_nothing_more_is_read_of_a_session_that_was_given_up_in_the_middle_of_its_snapshot() -> None:
     """Its slot may be another tenant's by then."""
-    stream = DraftStream("d", types_pb2.Heartbeat)
+    stream = UpstreamStream("d", types_pb2.Heartbeat)
     parts = (pb.Snapshot(attachment=1, position=position) for position in range(3))
     stream.snapshot(1, lambda: parts)
     assert await stream.next() is not None
@@ -166,7 +166,7 @@ async def test_nothing_more_is_read_of_a_session_that_was_given_up_in_the_middle
 
 
 async def test_joined_commits_have_their_rows_joined() -> None:
-    stream = DraftStream("d", types_pb2.Heartbeat)
+    stream = UpstreamStream("d", types_pb2.Heartbeat)
     for position, tokens in ((5, [1, 2]), (7, []), (7, [3])):
         rows = bytes(position + token for token in tokens)
         assert stream.commit(pb.Commit(attachment=1, position=position, tokens=tokens, features=rows))

@@ -14,7 +14,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.upstream_server.outbox import DraftOutbox
+from outrider.upstream_server.outbox import UpstreamOutbox
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -31,7 +31,7 @@ class FusedFeatures(Protocol):
         """Return the features of the tokens from `start` up to `stop`: bfloat16, little-endian."""
 
 
-class DraftStream(DraftOutbox):
+class UpstreamStream(UpstreamOutbox):
     """One drafter's Draft call: what is queued for it, and the sessions that it drafts for."""
 
     def __init__(
@@ -70,8 +70,8 @@ class WaitingSubscribe:
 class Subscription:
     """One drafter's part in a session. Node ids are scoped to it."""
 
-    session: DraftedSession
-    stream: DraftStream
+    session: UpstreamSession
+    stream: UpstreamStream
     attachment: int
     sender: int  # the drafter's key in the tree
     calibration: Calibration  # of the drafter
@@ -100,7 +100,7 @@ class UpstreamTerms(Protocol):
         """The terms that go out with commits."""
 
 
-class DraftedSession(ABC):
+class UpstreamSession(ABC):
     """An upstream's view of a session. The upstream is the verifier, or a drafter that serves a lower tier."""
 
     id: str
@@ -119,7 +119,7 @@ class DraftedSession(ABC):
         self.contract = contract
         self.rule = rule_of(contract)
         self.drawn = self.rule.child_sampling is ChildSampling.SAMPLED  # whether its tree is drawn from q
-        self.subscriptions: dict[DraftStream, Subscription] = {}
+        self.subscriptions: dict[UpstreamStream, Subscription] = {}
         self.wire_bytes = 0  # sent and received on drafters' streams
         self.fused: FusedFeatures | None = None  # features for drafters that request them
         self._claims: dict[int, Calibration] = {}  # by sender: drafters that are subscribed or have nodes in it
@@ -158,7 +158,7 @@ class DraftedSession(ABC):
         return self.fused is not None and 1 < len(self.tokens) <= self.fused.known + 1
 
     def subscribe(
-        self, stream: DraftStream, attachment: int, calibration: Calibration, *, wants_features: bool = False
+        self, stream: UpstreamStream, attachment: int, calibration: Calibration, *, wants_features: bool = False
     ) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded if the session has too many.
 
@@ -177,7 +177,7 @@ class DraftedSession(ABC):
         self._claims[subscription.sender] = calibration
         return subscription
 
-    def unsubscribe(self, stream: DraftStream) -> None:
+    def unsubscribe(self, stream: UpstreamStream) -> None:
         """Removes a drafter; its nodes stay."""
         subscription = self.subscriptions.pop(stream, None)
         if subscription:
