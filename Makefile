@@ -125,6 +125,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.toothless
 	$(BIN)/python -m tests.words
+	$(BIN)/python -m tests.measures
 	$(BIN)/python -m tests.audit --quick
 
 # The pinned dependencies against the advisories of osv.dev.
