@@ -144,8 +144,9 @@ class Cluster(ABC, Generic[ServerT]):
             stack.push_async_callback(self._stop)
             later = {"gateway", *(router.name for router in self._further_routers)}
             await _all(self._start(process) for name, process in self.processes.items() if name not in later)
-            for router in self._further_routers:
-                router.section = router.section.model_copy(update={"listen": self.router_address})
+            if self._further_routers:  # all keep the port that the first one has got, also when they start again
+                for router in (self.processes["router"], *self._further_routers):
+                    router.section = router.section.model_copy(update={"listen": self.router_address})
             await _all(self._start(router) for router in self._further_routers)
             await self._await_workers()
             if gateway := self.processes.get("gateway"):

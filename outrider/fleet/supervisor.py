@@ -26,7 +26,7 @@ class ClusterSupervisor:
         self._report = report
 
     async def run(self) -> None:
-        """Run until cancelled. Raises Unavailable when the router ends, because clients cannot do without it."""
+        """Run until cancelled. Raises Unavailable when the last router ends, because clients cannot do without it."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for server in self._cluster.processes.values():
@@ -43,10 +43,13 @@ class ClusterSupervisor:
             if server.name not in self._cluster.processes:  # the server was removed from the file
                 return
             self._report(f"{server.name} ({server.where}) ended with status {status}")
-            if server.role == "router":
+            if server.role == "router" and not self._has_router():
                 raise Unavailable("the router has ended, so the cluster is stopped; its last output is above")
             backoff.ended_after(asyncio.get_running_loop().time() - began)
             await self._start_again(server, backoff)
+
+    def _has_router(self) -> bool:
+        return any(server.role == "router" and server.status is None for server in self._cluster.processes.values())
 
     async def _start_again(self, server: ClusterServer, backoff: Backoff) -> None:
         """Try to start a server until it runs or is removed from the cluster."""

@@ -6,14 +6,16 @@ import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 
 import pytest
 
 import outrider
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
+from outrider.fleet.supervisor import ClusterSupervisor
 from outrider.store.client import connect
 from tests.fleet.conftest import TARGET
 
@@ -46,6 +48,26 @@ async def test_routers_share_an_address_and_callers_of_one_that_dies_go_on_at_th
                 pass
         assert len({stream.result.text for stream in streams}) == 1
         assert {stream.result.usage.completion_tokens for stream in streams} == {200}
+
+
+async def test_the_death_of_one_router_is_mended_and_that_of_all_ends_the_cluster(tmp_path: Path) -> None:
+    reports: list[str] = []
+    async with LocalCluster(config(2)) as cluster:
+        address = cluster.router_address
+        supervisor = ClusterSupervisor(cluster, tmp_path / "none.toml", config(2), reports.append)
+        keeping = asyncio.create_task(supervisor.run())
+        for name in ("router", "router-1"):
+            os.kill(cluster.processes[name].pid, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while not any(report.startswith(f"{name} runs again") for report in reports):
+                    await asyncio.sleep(0.05)
+            assert cluster.processes[name].address == address
+            async with outrider.AsyncClient(address) as client:
+                assert len((await client.generate("x", max_tokens=4)).token_ids) == 4
+        for name in ("router", "router-1"):
+            os.kill(cluster.processes[name].pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="the router has ended"):
+            await asyncio.wait_for(keeping, 10)
 
 
 def test_pages_of_several_routers_have_ports_of_their_own() -> None:
