@@ -59,7 +59,7 @@ test-long: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-# Kills, freezes, black holes and restarts under 32 sessions, then hostile callers: at most 75 minutes. ARGS adds flags: ARGS='--seed 8'.
+# Kills, freezes, black holes and restarts under 32 sessions, then hostile callers: at most 90 minutes. ARGS adds flags: ARGS='--seed 8'.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --whole $(ARGS)
 

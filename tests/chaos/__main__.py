@@ -53,7 +53,7 @@ def main() -> None:
     """The command line. Exit status: 0; 1 if a token was lost, repeated or changed, if an error reached a caller, or if
     a bound was not kept; 2 for a flag that is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="everything, for 75 minutes")
+    parser.add_argument("--whole", action="store_true", help="everything, for 90 minutes")
     parser.add_argument("--quick", action="store_true", help="a little of it, in three minutes")
     parser.add_argument(
         "--scenario", default="kill", help="one of " + ", ".join([*making.SCENARIOS, POUNDING, HOSTILE])
