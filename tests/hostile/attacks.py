@@ -524,8 +524,9 @@ async def _adapters(attacker: Attacker) -> None:
     configuration, weights = "adapter_config.json", "adapter_model.safetensors"
     (other,) = (own.parent / "good").iterdir()
     whole = (other / weights).read_bytes()
+    shutil.rmtree(own, ignore_errors=True)  # of an earlier round
     for name in ("fifo", "zeros", "sparse", "deep", "index", "changing"):
-        shutil.copytree(other, own / name, dirs_exist_ok=True)
+        shutil.copytree(other, own / name)
         (own / name / (configuration if name in ("fifo", "deep") else weights)).unlink()
     os.mkfifo(own / "fifo" / configuration)
     (own / "zeros" / weights).symlink_to("/dev/zero")
@@ -534,8 +535,7 @@ async def _adapters(attacker: Attacker) -> None:
     (own / "index" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with (own / "sparse" / weights).open("wb") as sparse:
         sparse.truncate(2**40)
-    if not (own / "linked").exists():
-        (own / "linked").symlink_to(other)
+    (own / "linked").symlink_to(other)
     foreign = f"../good/{other.name}"
     folders = (
         "fifo",
