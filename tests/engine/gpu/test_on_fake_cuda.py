@@ -120,7 +120,8 @@ def on_cuda(weights: Any) -> Any:
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does on fake tensors what a wheel without CUDA does not, and keeps the host's buffers real."""
-    for module in ("input_buffers", "restrictions", "penalties", "adapter_table", "tree_growth", "row_states"):
+    own = ("passes.input_buffers", "passes.row_states", "sampling.restrictions", "sampling.penalties")
+    for module in (*own, "adapters.adapter_table", "tree_growth"):
         monkeypatch.setattr(f"outrider.engine.gpu.{module}.Staging", FakeStaging)
     monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
     monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)

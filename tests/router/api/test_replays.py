@@ -46,7 +46,7 @@ def sending(turns: LoopTurns, client: Client, part: ResponsePart) -> asyncio.Tas
         record=SimpleNamespace(tenant="one"),
     )
     context: Any = client
-    return asyncio.create_task(_send(turns, context, opened, False, part))
+    return asyncio.create_task(_send(turns, context, opened, part))
 
 
 async def test_a_client_that_does_not_read_holds_no_turn() -> None:
