@@ -603,9 +603,8 @@ async def _frames(attacker: Attacker) -> None:
     await attacker.at_once(40, draft)
 
 
-async def _drafters(attacker: Attacker) -> None:
-    """A drafter of the attacker's, with a certificate and a user in Redis, that wants one token in every text; and
-    generations under a rule that would let it."""
+async def _lying_drafter(attacker: Attacker) -> None:
+    """Start a drafter of the attacker's, with a certificate and a user in Redis, that wants one token in every text."""
     target = attacker.target
     model = Path(__file__).parents[2] / "models/drafter"
     files = [f"--{kind}={target.certificates}/{name}" for kind, name in MALLORY.items()]
@@ -616,7 +615,11 @@ async def _drafters(attacker: Attacker) -> None:
         env={**os.environ, "REDIS_URL": target.redis},
     )
     assert drafting.stdout is not None
-    await drafting.stdout.readline()  # it listens
+    assert await drafting.stdout.readline(), "it does not listen"
+
+
+async def _drafters(attacker: Attacker) -> None:
+    """Generations under a rule that would let that drafter have its way."""
 
     async def ask(number: int) -> None:
         sampling = pb.Sampling(max_tokens=64, seed=number, temperature=1.0, ignore_eos=True)
@@ -694,9 +697,14 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
+PREPARATIONS: dict[str, Attack] = {"drafters": _lying_drafter}  # what takes longer than a short attack
+
+
 async def attack(target: Target) -> None:
     """Attack for as long as the target says, print the outcome, and end this process in the midst of its calls."""
     attacker = Attacker(target)
+    if target.attack in PREPARATIONS:
+        await PREPARATIONS[target.attack](attacker)
     print("attacking", flush=True)
     began = time.process_time()
     attacking = asyncio.create_task(ATTACKS[target.attack](attacker))
