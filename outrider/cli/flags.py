@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -14,8 +14,6 @@ from outrider.cli.command import count_in, reported
 
 if TYPE_CHECKING:
     from outrider.config import Section
-
-SectionT = TypeVar("SectionT", bound="Section")
 
 TLS = {"ca": "OUTRIDER_CA", "cert": "OUTRIDER_CERT", "key": "OUTRIDER_KEY"}
 RAY = ("cpus", "gpus", "resources")  # keys of who starts a router or a gateway
@@ -177,4 +175,4 @@ def _value(key: str, value: Any, schema: dict[str, Any]) -> Any:
         return values
     if "array" in kinds and schema["items"].get("type") == "integer":
         return [number.strip() for entry in value for number in entry.split(",")]
-    return count_in(value) if "integer" in kinds else value
+    return count_in(value) if "integer" in kinds and "string" not in kinds else value  # bytes have units of their own

@@ -1,6 +1,6 @@
 """Bounds the drafters' streams that no ticket has admitted yet.
 
-gRPC receives a message whole, up to 16 MiB, before any of it can be looked at. So only a few streams are read from
+gRPC receives a message whole, up to 6 MiB, before any of it can be looked at. So only a few streams are read from
 before a ticket has admitted them; the others wait, and whoever takes long makes room for them.
 """
 
@@ -16,7 +16,7 @@ from outrider.errors import Overloaded
 PLACES = 8  # streams that are read from at the same time without having been admitted
 WAITING = 64  # streams that wait for a place
 ADMISSION_S = 10.0  # time to be admitted: a subscription may wait 5 s for its session
-SHARE_S = 0.25  # time that a stream has in any case, others may wait or not
+SHARE_S = 0.25  # time that a stream has even where others wait
 
 
 class Entrance:

@@ -214,6 +214,11 @@ def test_the_help_says_of_each_flag_what_it_is_and_its_default(role: str) -> Non
             assert f"[default: {default}]" in shown[field] or ("[default: " not in shown[field] and not default), field
 
 
+def test_a_unit_of_bytes_is_no_unit_of_a_count() -> None:
+    found = parsed("verifier", ["--model", "m", "--kv-memory", "100B", "--slots", "2K"])
+    assert (found.kv_memory, found.slots) == (100, 2000)  # type: ignore[attr-defined]
+
+
 def test_counts_may_be_written_with_a_unit() -> None:
     assert [parse_count(text) for text in ("150M", "1.5b", "2k", "7")] == [150_000_000, 1_500_000_000, 2_000, 7]
 

@@ -47,11 +47,6 @@ def replaced(name: str, before: str, after: str) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def occurrences(node: ast.AST, piece: str) -> int:
-    """Return how often a piece of code is in another."""
-    return _replace(node, piece, piece)
-
-
 def _replace(node: ast.AST, before: str, after: str) -> int:
     try:
         old, new = (ast.parse(code, mode="eval").body for code in (before, after))
