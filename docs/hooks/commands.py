@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from docs.hooks.tables import code, table
+from outrider.cli.flags import SectionCommand
 from outrider.cli.main import app
 
 
@@ -24,7 +25,10 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def flags_of(command: Any) -> list[Any]:
     """A command's arguments and flags."""
-    command.get_params(command.context_class(command))  # some are made when they are asked for
+    context = command.context_class(command)
+    command.get_params(context)  # some are made when they are asked for
+    if isinstance(command, SectionCommand):
+        command.describe(context)
     return [*command.params]
 
 

@@ -41,11 +41,23 @@ class SectionCommand(TyperCommand):
             shown.sort(key=lambda key: (key not in needed, kind.__mro__.index(_owner(kind, key))))  # its own come first
             self.keys = {key: properties[key] for key in shown}
             options = {
-                key: _option(kind, key, value, required=key in needed, variable=self.variables.get(key))
+                key: _option(key, value, required=key in needed, variable=self.variables.get(key))
                 for key, value in self.keys.items()
             }
             self.params += _parameters(options, needed)
         return super().get_params(ctx)
+
+    def describe(self, ctx: Any) -> None:
+        """Give the flags their help, which reads the section's source: a server that starts has no need of it."""
+        kind = section_of(self.section)
+        for parameter in self.get_params(ctx):
+            if (schema := self.keys.get(parameter.name)) is not None:
+                parameter.help = _help(description(kind, parameter.name), schema)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        self.describe(ctx)
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the flags. What the section's are given is for `given`, and no argument of the command's function."""
@@ -128,19 +140,24 @@ def _parameters(options: dict[str, Any], needed: set[str]) -> list[Any]:
     return [*typer.main.get_command(made).params]
 
 
-def _option(section: type[Section], key: str, schema: dict[str, Any], *, required: bool, variable: str | None) -> Any:
-    value = next(entry for entry in schema.get("anyOf", [schema]) if entry.get("type") != "null")
+def _option(key: str, schema: dict[str, Any], *, required: bool, variable: str | None) -> Any:
+    value = _given_form(schema)
     kind = value.get("type", "string")
     name, many = flag_name(key, mapping=kind == "object"), kind in ("array", "object")
     option = typer.Option(
         f"{name}/--no-{name[2:]}" if kind == "boolean" else name,
         metavar=_form(value),
         envvar=variable,
-        help=_help(description(section, key), schema.get("default"), many=many),
         show_default=False,
     )
     value_type: Any = list[str] if many else bool if kind == "boolean" else str
     return Annotated[value_type if required else value_type | None, option]
+
+
+def _given_form(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value that is given, for a key that may be left out."""
+    found: dict[str, Any] = next(entry for entry in schema.get("anyOf", [schema]) if entry.get("type") != "null")
+    return found
 
 
 def _form(schema: dict[str, Any]) -> str | None:
@@ -156,8 +173,9 @@ def _form(schema: dict[str, Any]) -> str | None:
     return f"<{'|'.join(value.get('enum', ())) or its_format or _VALUES[kind]}>"
 
 
-def _help(comment: str, default: Any, *, many: bool) -> str:
+def _help(comment: str, schema: dict[str, Any]) -> str:
     text, _, left_out = comment.partition("; left out: ")
+    default, many = schema.get("default"), _given_form(schema).get("type") in ("array", "object")
     if many:
         text += "; may be repeated"
     shown = left_out or ("" if default in (None, False, "", [], {}) else str(default))

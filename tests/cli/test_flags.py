@@ -206,6 +206,7 @@ def test_defaults_survive_the_command_line_too() -> None:
 def test_the_help_says_of_each_flag_what_it_is_and_its_default(role: str) -> None:
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
     context = command.make_context(role, ["--help"], resilient_parsing=True)
+    command.describe(context)
     shown = {parameter.name: parameter.help for parameter in command.get_params(context)}
     for field in flagged(SECTIONS[role]):
         default = type(SECTIONS[role]).model_fields[field].default
