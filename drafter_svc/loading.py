@@ -16,7 +16,6 @@ from drafter_svc.servicer import Capacity, DrafterServicer
 from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
-from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
@@ -34,7 +33,8 @@ from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.v1 import drafter_pb2 as pb
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 
 
 def check_settings(config: DrafterConfig) -> None:
@@ -197,7 +197,7 @@ def hot_reload(config: DrafterConfig, capacity: Capacity, scheduler: DraftSchedu
 
 
 def _upstream_pool(config: DrafterConfig, worker_id: str, capacity: Capacity) -> UpstreamPool:
-    hello = pb.Hello(
+    hello = wire.Hello(
         drafter_id=worker_id,
         tokenizer_digest=capacity.tokenizer_digest,
         vocabulary=capacity.vocabulary,

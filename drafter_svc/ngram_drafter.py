@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafter_svc.sessions.mirror import Inbox, Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import Inbox, Mirror
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
 from outrider.core.sampling.grammar import GrammarState
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.grammar.compiler import GrammarCompiler

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.relay import LowerTier, NoLowerTier, Relay
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.sessions.mirror import Inbox, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import Inbox
 from drafter_svc.sessions.sampled_session import SampledSession
 from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
@@ -27,6 +27,7 @@ from outrider.core.construction import construction_of, static_construction_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.stats import Ema
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node

@@ -26,8 +26,7 @@ from outrider.store.versions import Versions
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.v1 import drafter_pb2 as pb
-from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server
+from outrider.wire import drafter
 
 
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
@@ -52,8 +51,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     scheduler = servicer.scheduler
 
     def register(server: grpc.aio.Server) -> list[str]:
-        add_DrafterServicer_to_server(servicer, server)
-        name = pb.DESCRIPTOR.services_by_name["Drafter"].full_name
+        name = drafter.register(servicer, server)
         return [name] if servicer.stream_servicer is None else [name, servicer.stream_servicer.register(server)]
 
     changed = asyncio.Event()  # set when the announced entry changes

@@ -14,7 +14,6 @@ from drafter_svc.tracing import TracedDrafts
 from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
-from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.errors import InvalidRequest, Moved, Overloaded
 from outrider.rpc.status import errors_as_status
@@ -24,6 +23,7 @@ from outrider.telemetry.metrics import register_metric
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc, types_pb2
+from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 
 Context = grpc.aio.ServicerContext
 AnyScheduler = DraftScheduler | NgramScheduler | Translator

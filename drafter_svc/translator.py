@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import Mirror
 from drafter_svc.translation import Translation
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.committed_window import settled_prefix
 from outrider.core.tree.delta import Delta, DigestMismatch, Hints
 from outrider.core.tree.node import Node

@@ -27,8 +27,7 @@ from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import list_key
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
-from outrider.v1 import inference_pb2 as pb
-from outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from outrider.wire import inference
 from outrider.wire.tickets import TicketSigner
 from router.api.auth import ApiKeyAuthenticator, JudgedByKey, NoAuthentication
 from router.api.servicer import GenerateServicer
@@ -119,8 +118,7 @@ async def _serve(
     register_metric("outrider.clock.skew", clock.skew_s)
 
     def register(server: grpc.aio.Server) -> list[str]:
-        add_InferenceServicer_to_server(service, server)
-        return [pb.DESCRIPTOR.services_by_name["Inference"].full_name]
+        return [inference.register(service, server)]
 
     try:
         public_key = router.ticket_signer.public_key

@@ -21,10 +21,9 @@ from outrider.rpc.status import error_to_pb
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.telemetry.logs import session_context
 from outrider.telemetry.tracing import Attributes
-from outrider.v1 import types_pb2
-from outrider.v1 import verifier_pb2 as pb
-from outrider.wire.codec import plan_from_pb, report_to_pb
+from outrider.wire import verifier as wire
 from outrider.wire.message_bounds import MAX_TOGETHER
+from outrider.wire.types import plan_from_pb, report_to_pb
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import SHUTTING_DOWN, StepScheduler
 from verifier_svc.session import VerifierSession
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 class SessionOpener(Protocol):
     """What a stream needs of the service."""
 
-    async def open_session(self, start: pb.DecodeStart) -> VerifierSession:
+    async def open_session(self, start: wire.DecodeStart) -> VerifierSession:
         """Check a start and open its session. Raises what its router is sent."""
 
     def replan(self, session: VerifierSession, plan: Plan) -> None:
@@ -57,12 +56,12 @@ class RouterStream:
         self._scheduler = scheduler
         self._generations: dict[int, _Generation] = {}  # by handle
         self._changed: dict[_Generation, None] = {}  # have something to send, in this order
-        self._message = pb.DecodeResponse()  # the next one, without commits
+        self._message = wire.DecodeResponse()  # the next one, without commits
         self._wake = asyncio.Event()
         self._received = time.monotonic()  # when the router sent its latest message
 
     async def run(
-        self, requests: AsyncIterator[pb.DecodeRequest], send: Callable[[pb.DecodeResponse], Awaitable[None]]
+        self, requests: AsyncIterator[wire.DecodeRequest], send: Callable[[wire.DecodeResponse], Awaitable[None]]
     ) -> None:
         """Serve until the router closes its side, or until all has ended and the verifier goes down. However this ends,
         all sessions are closed, and their KV stays.
@@ -101,9 +100,9 @@ class RouterStream:
         if silent > liveness.SILENCE_S and not self._generations:
             raise _silent_router(liveness.SILENCE_S)
 
-    def _take(self) -> pb.DecodeResponse:
+    def _take(self) -> wire.DecodeResponse:
         """Return the next message: all that has not been sent yet, or a heartbeat."""
-        message, self._message = self._message, pb.DecodeResponse()
+        message, self._message = self._message, wire.DecodeResponse()
         size = 0
         while self._changed and size < MESSAGE_BYTES and len(message.commits) < MAX_TOGETHER:
             generation = next(iter(self._changed))
@@ -116,7 +115,7 @@ class RouterStream:
             message.heartbeat.CopyFrom(self._scheduler.progress.heartbeat())
         return message
 
-    async def _read(self, requests: AsyncIterator[pb.DecodeRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[wire.DecodeRequest]) -> None:
         async for request in requests:
             self._received = time.monotonic()
             if request.HasField("start"):
@@ -136,7 +135,7 @@ class RouterStream:
                     generation.over.set()  # no commit of it is sent any more
                     generation.task.cancel()
 
-    def _begin(self, start: pb.DecodeStart) -> None:
+    def _begin(self, start: wire.DecodeStart) -> None:
         if not start.handle or start.handle in self._generations:
             raise InvalidRequest("handle", f"is {start.handle}, must not be 0 and is used once")
         generation = _Generation(start)
@@ -146,7 +145,7 @@ class RouterStream:
         self._generations[start.handle] = generation
         generation.task = asyncio.create_task(self._serve(generation, start))
 
-    async def _serve(self, generation: _Generation, start: pb.DecodeStart) -> None:
+    async def _serve(self, generation: _Generation, start: wire.DecodeStart) -> None:
         """Serve one generation: open its session, and close it at the end."""
         try:
             with session_context(start.session_id):
@@ -190,7 +189,7 @@ class RouterStream:
         self._message.ended.add(handle=generation.handle, error=error_to_pb(error))
         self._wake.set()
 
-    def _replan(self, generation: _Generation, message: types_pb2.Plan) -> None:
+    def _replan(self, generation: _Generation, message: wire.Plan) -> None:
         try:
             plan = plan_from_pb(message)
         except InvalidRequest as error:
@@ -206,7 +205,7 @@ class _Generation:
 
     task: asyncio.Task[None]
 
-    def __init__(self, start: pb.DecodeStart) -> None:
+    def __init__(self, start: wire.DecodeStart) -> None:
         self.handle = start.handle
         self.lease_s = start.lease_ms / 1000
         self.session: VerifierSession | None = None  # None until it has a slot
@@ -232,7 +231,7 @@ class _Generation:
         """Whether something has to be sent that is in no message yet."""
         return self.session is not None and not self.over.is_set() and not self.session.commits.empty()
 
-    def take(self, message: pb.DecodeResponse) -> int:
+    def take(self, message: wire.DecodeResponse) -> int:
         """Move the session's commits, and then its end, into a message, up to MAX_TOGETHER commits. Return the bytes of
         log-probabilities."""
         session, size = self.session, 0
@@ -246,7 +245,7 @@ class _Generation:
             size += _add(message, self.handle, session.epoch, commit)
             if commit.last:
                 stopped = session.tokens[-1] in session.contract.stop_ids
-                reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
+                reason = wire.FINISH_REASON_STOP if stopped else wire.FINISH_REASON_LENGTH
                 message.ended.add(handle=self.handle, reason=reason)
                 self.over.set()
                 break
@@ -256,7 +255,7 @@ class _Generation:
 class _Caller:
     """What a span takes from a gRPC call's context."""
 
-    def __init__(self, start: pb.DecodeStart) -> None:
+    def __init__(self, start: wire.DecodeStart) -> None:
         self._trace = tuple(start.trace.items())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -279,7 +278,7 @@ def _why_closed(session: VerifierSession) -> OutriderError:
     return Moved(SHUTTING_DOWN)
 
 
-def _add(message: pb.DecodeResponse, handle: int, epoch: int, commit: StepCommit) -> int:
+def _add(message: wire.DecodeResponse, handle: int, epoch: int, commit: StepCommit) -> int:
     """Add a commit to a message. Return the bytes of its log-probabilities."""
     choices = commit.choices
     logprobs = b"".join(choice.logprobs for choice in choices)
@@ -293,7 +292,7 @@ def _add(message: pb.DecodeResponse, handle: int, epoch: int, commit: StepCommit
         report=report_to_pb(commit.report),
         logprobs=logprobs,
         credits=[
-            pb.DrafterCredit(
+            wire.DrafterCredit(
                 drafter_id=credit.drafter_id,
                 verified=credit.verified,
                 accepted=credit.accepted,

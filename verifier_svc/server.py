@@ -40,8 +40,7 @@ from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
+from outrider.wire import verifier
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
 from verifier_svc.proposers.ngram_proposer import NgramProposers
@@ -92,11 +91,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     decode_servicer = VerifierServicer(config, worker_id, engine, scheduler, stream_servicer)
 
     def register(server: grpc.aio.Server) -> list[str]:
-        add_VerifierServicer_to_server(decode_servicer, server)
-        return [
-            verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
-            stream_servicer.register(server),
-        ]
+        return [verifier.register(decode_servicer, server), stream_servicer.register(server)]
 
     changed = asyncio.Event()  # set when the announced entry changes
 

@@ -26,7 +26,7 @@ from outrider.telemetry.tracing import Attributes
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.v1 import types_pb2, verifier_pb2_grpc
 from outrider.v1 import verifier_pb2 as pb
-from outrider.wire.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
+from outrider.wire.types import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from verifier_svc.adapters import AdapterStore
 from verifier_svc.router_stream import RouterStream
 from verifier_svc.scheduler import PREFILL, StepScheduler

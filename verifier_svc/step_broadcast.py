@@ -9,8 +9,8 @@ from outrider.core.session.contract import StepReport
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
 from outrider.upstream_server.upstream_session import UpstreamSession
-from outrider.v1 import types_pb2
-from outrider.wire.codec import plan_to_pb, report_to_pb
+from outrider.wire import types as wire
+from outrider.wire.types import plan_to_pb, report_to_pb
 
 
 def step_tree(
@@ -20,7 +20,7 @@ def step_tree(
     path: Sequence[Node],
     choices: Sequence[Choice],
     report: StepReport,
-) -> types_pb2.StepTree:
+) -> wire.StepTree:
     """Return what a watcher sees of a step that verified `nodes` (parents before children) and accepts `path`, before
     the tree is re-rooted.
 
@@ -37,7 +37,7 @@ def step_tree(
         if beside and (node in accepted or not public.isdisjoint(origins(node))):
             rows[node] = len(rows) + 1
     shown = [node for node in nodes if node in rows]
-    return types_pb2.StepTree(
+    return wire.StepTree(
         position=len(session.tokens),
         committed=[choice.token for choice in choices],
         tokens=[node.token for node in shown],

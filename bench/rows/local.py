@@ -14,13 +14,13 @@ from functools import partial
 from bench.rows.requests import BenchRequest
 from drafter_svc.loading import load_part as load_draft
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.depth.policies import policy
 from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError

@@ -4,50 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from outrider.core.session.contract import Contract, Plan, SentTerms
-from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.wire.codec import FeatureRows
 
 OWN = 0  # the drafter's key as a sender in its own tree
 MAX_QUEUED = 1024  # messages of a session that may be queued; about a hundred come in a second
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorSnapshot:
-    """All that a drafter needs to begin: the committed tokens and the terms of drafting."""
-
-    tokens: tuple[int, ...]
-    digest: int
-    contract: Contract
-    plan: Plan
-    credit: int
-    terms: SentTerms = field(default_factory=SentTerms)
-    answer_position: int = 0  # where the contract's penalties and limits count from
-    epoch: int = 0
-    features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not requested
-    known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
-    vocabulary: int = 2**32  # ids that the target has
-    unpadded_vocabulary: int = 2**32  # the target chooses only ids below it
-    representative: bool = True  # whether the target's contract is, where `contract` is a translation of it
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorUpdate:
-    """An upstream's Commit frame."""
-
-    position: int
-    tokens: tuple[int, ...]
-    digest: int
-    plan: Plan | None
-    terms: SentTerms
-    credit: int
-    dropped: tuple[int, ...]
-    features: FeatureRows | None = None  # a row for each token; None: not requested
 
 
 class Inbox(deque[MirrorSnapshot | MirrorUpdate | Hints]):

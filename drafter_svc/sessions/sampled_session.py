@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.session import DrafterSession
 from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow, rule_of
 from outrider.core.construction import Sequoia, StaticConstruction
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.digest import extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot
+from drafter_svc.sessions.mirror import Mirror
 from outrider.core.construction import Construction, TreeTerms
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.growth import GrownLevel, Growth

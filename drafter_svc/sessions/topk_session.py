@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.session import DrafterSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
@@ -20,6 +19,7 @@ from outrider.core.construction.expansion import (
 )
 from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel, Growth

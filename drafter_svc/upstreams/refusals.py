@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from outrider.core.session.speculation_status import printable
 from outrider.errors import Cancelled, DeadlineExceeded, InternalError, OutriderError, Unavailable
-from outrider.v1 import drafter_pb2 as pb
+from outrider.wire import drafter as wire
 
 MAX_SESSIONS = 256  # sessions whose refusals are kept; the oldest is dropped
 UPSTREAM_ENDED = "the upstream has let it go"  # a tier ends a session with this when its own upstream has ended it
@@ -65,6 +65,6 @@ class Refusals:
         """
         return self._refused or (self._unreachable if attached else "")
 
-    def attach_response(self, key: Key) -> pb.AttachResponse:
+    def attach_response(self, key: Key) -> wire.AttachResponse:
         """Return the answer to a router's Attach of this session."""
-        return pb.AttachResponse(refused=self._sessions.get(key) or self._refused, unreachable=self._unreachable)
+        return wire.AttachResponse(refused=self._sessions.get(key) or self._refused, unreachable=self._unreachable)

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.refusals import FEATURES_REFUSED, Refusals
-from drafter_svc.upstreams.wire_decode import NO_FEATURES, PartialSnapshot, WantedFeatures, update_from_pb
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
 from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness
@@ -25,8 +24,15 @@ from outrider.rpc.lifecycle import task_group
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import SERVER, Tls
-from outrider.v1 import drafter_pb2 as pb
-from outrider.wire.codec import delta_to_pb, hints_from_pb
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import (
+    NO_FEATURES,
+    PartialSnapshot,
+    WantedFeatures,
+    delta_to_pb,
+    hints_from_pb,
+    update_from_pb,
+)
 from outrider.wire.message_bounds import LONG, MAX_TOGETHER, decode
 
 log = logging.getLogger(__name__)
@@ -39,6 +45,9 @@ MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; 
 RENEWALS_S = 10.0
 
 _DRAFT = "/outrider.v1.TreeSink/Draft"
+
+
+DraftCall = grpc.aio.StreamStreamCall[wire.DraftUp, wire.DraftDown]
 
 
 class Listener(Protocol):
@@ -104,7 +113,7 @@ class Upstream:
     def __init__(
         self,
         address: str,
-        hello: pb.Hello,
+        hello: wire.Hello,
         listener: Listener,
         count_refusal: Callable[[], None],
         tls: Tls | None = None,
@@ -119,7 +128,7 @@ class Upstream:
         self._tls = tls
         self._features = wanted
         self._reason_logged = False  # whether it was logged that no session can be drafted for
-        self._outgoing: deque[pb.DraftUp | pb.TreeDelta] = deque()
+        self._outgoing: deque[wire.DraftUp | wire.TreeDelta] = deque()
         self._queued = asyncio.Event()  # set when a frame is queued
         self._urgent = asyncio.Event()  # set when one is queued that does not wait for others
         self._batches = False  # whether the upstream takes several deltas in one message
@@ -164,7 +173,7 @@ class Upstream:
         """Stops drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
             self._drop(attachment)
-            self._queue(pb.DraftUp(unsubscribe=pb.Unsubscribe(attachment=attachment.number)))
+            self._queue(wire.DraftUp(unsubscribe=wire.Unsubscribe(attachment=attachment.number)))
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Sends new nodes. The upstream's credit bounds what may be queued here."""
@@ -195,7 +204,7 @@ class Upstream:
             self._idle_since = time.monotonic()
             self._wanted.clear()
 
-    def _queue(self, frame: pb.DraftUp | pb.TreeDelta) -> None:
+    def _queue(self, frame: wire.DraftUp | wire.TreeDelta) -> None:
         if not self._open:
             return
         if len(self._outgoing) < OUTGOING_FRAMES:
@@ -207,9 +216,9 @@ class Upstream:
             self._open = False  # no frame may be left out, so the stream must restart
             self._overrun.set()
 
-    def _followed(self, frame: pb.DraftUp | pb.TreeDelta) -> bool:
+    def _followed(self, frame: wire.DraftUp | wire.TreeDelta) -> bool:
         """Whether another delta will be there at once, for the same message."""
-        more = self._batches and isinstance(frame, pb.TreeDelta) and not frame.exhausted
+        more = self._batches and isinstance(frame, wire.TreeDelta) and not frame.exhausted
         return more and 0.0 < self._listener.level_s < LINGER_S
 
     def _subscribe(self, attachment: Attachment) -> None:
@@ -219,8 +228,8 @@ class Upstream:
         self._numbered[attachment.number] = attachment
         attachment.parts.clear()
         self._queue(
-            pb.DraftUp(
-                subscribe=pb.Subscribe(
+            wire.DraftUp(
+                subscribe=wire.Subscribe(
                     session_id=attachment.session_id,
                     epoch=attachment.epoch,
                     attachment=attachment.number,
@@ -255,10 +264,11 @@ class Upstream:
         self._outgoing.clear()
         self._overrun.clear()
         self._open, self._batches = True, False
-        self._queue(pb.DraftUp(hello=self._hello))
+        self._queue(wire.DraftUp(hello=self._hello))
         for attachment in self.attachments.values():
             self._subscribe(attachment)
-        call = channel.stream_stream(_DRAFT, pb.DraftUp.SerializeToString, partial(decode, pb.DraftDown, LONG))(None)
+        decoded = partial(decode, wire.DraftDown, LONG)
+        call = channel.stream_stream(_DRAFT, wire.DraftUp.SerializeToString, decoded)(None)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end
                 parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
@@ -269,7 +279,7 @@ class Upstream:
         finally:
             call.cancel()
 
-    async def _frames(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> AsyncIterator[pb.DraftDown]:
+    async def _frames(self, call: DraftCall) -> AsyncIterator[wire.DraftDown]:
         """Yields received frames; counts bytes that do not parse, or are too many, which gRPC gives as None."""
         async for frame in call:
             if frame is None:
@@ -280,12 +290,12 @@ class Upstream:
         await self._overrun.wait()
         raise Overloaded(f"does not read what it is sent; more than {OUTGOING_FRAMES} frames wait")
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> None:
+    async def _write(self, call: DraftCall) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
             while True:
                 await call.write(await self._next())
 
-    async def _next(self) -> pb.DraftUp:
+    async def _next(self) -> wire.DraftUp:
         """Return the next message: a frame, deltas that are queued one after the other, or a heartbeat when nothing is
         queued in time."""
         if not self._outgoing:
@@ -298,12 +308,12 @@ class Upstream:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LINGER_S):
                         await self._urgent.wait()
-        deltas: list[pb.TreeDelta] = []
+        deltas: list[wire.TreeDelta] = []
         size = 0
         limit = MAX_TOGETHER if self._batches else 1
         while self._outgoing and size <= BATCH_BYTES and len(deltas) < limit:
             frame = self._outgoing[0]
-            if isinstance(frame, pb.TreeDelta):
+            if isinstance(frame, wire.TreeDelta):
                 deltas.append(frame)
                 size += frame.ByteSize()
                 self._outgoing.popleft()
@@ -313,12 +323,12 @@ class Upstream:
                 self._outgoing.popleft()
                 return frame
         if len(deltas) > 1:
-            return pb.DraftUp(deltas=deltas)
+            return wire.DraftUp(deltas=deltas)
         if deltas:
-            return pb.DraftUp(delta=deltas[0])
-        return pb.DraftUp(heartbeat=self._listener.progress.heartbeat())
+            return wire.DraftUp(delta=deltas[0])
+        return wire.DraftUp(heartbeat=self._listener.progress.heartbeat())
 
-    def _receive(self, frame: pb.DraftDown) -> None:
+    def _receive(self, frame: wire.DraftDown) -> None:
         for commit in frame.commits:
             self._receive_for_session("commit", commit)
         kind = frame.WhichOneof("frame")

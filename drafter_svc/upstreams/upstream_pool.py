@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from drafter_svc.upstreams.upstream import Attachment, Listener, Upstream
-from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.core.tree.delta import Delta
 from outrider.rpc.tls import Tls
-from outrider.v1 import drafter_pb2 as pb
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 
 IDLE_S = 60.0  # how long the stream to an upstream stays open with no session on it
 
@@ -16,7 +16,7 @@ IDLE_S = 60.0  # how long the stream to an upstream stays open with no session o
 class UpstreamPool:
     """All upstreams of a drafter, by address."""
 
-    def __init__(self, hello: pb.Hello, tls: Tls | None = None, features: WantedFeatures = NO_FEATURES) -> None:
+    def __init__(self, hello: wire.Hello, tls: Tls | None = None, features: WantedFeatures = NO_FEATURES) -> None:
         self.upstreams: dict[str, Upstream] = {}
         self.refused = 0  # frames of upstreams that were not acceptable
         self._hello = hello

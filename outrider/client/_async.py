@@ -18,7 +18,7 @@ from outrider.client._tools import terms_of
 from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 
 class AsyncClient:
@@ -129,34 +129,34 @@ class AsyncClient:
 
         Ends when the session is closed. Raises NotFound.
         """
-        request = pb.WatchSessionRequest(session_id=_wire.encodable("session", session))
+        request = wire.WatchSessionRequest(session_id=_wire.encodable("session", session))
         async with aclosing(self._router.listen("Watch", request)) as steps:
             async for step in steps:
                 yield _wire.step_tree_from_pb(step)
 
     async def cancel(self, session: str, *, timeout: float | None = None) -> None:
         """Cancel a session's generation, whichever router and client it belongs to. Does nothing if it has ended."""
-        request = pb.CancelRequest(session_id=_wire.encodable("session", session))
+        request = wire.CancelRequest(session_id=_wire.encodable("session", session))
         await self._router.ask("Cancel", request, timeout)
 
     async def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
         """Create an empty session for several turns. A generation without a session creates one."""
-        request = pb.CreateSessionRequest(model=_wire.encodable("model", model))
+        request = wire.CreateSessionRequest(model=_wire.encodable("model", model))
         return _wire.session_from_pb(await self._router.ask("CreateSession", request, timeout))
 
     async def get_session(self, session: str, *, timeout: float | None = None) -> Session:
         """Return the state of a session. Raises NotFound."""
-        request = pb.GetSessionRequest(session_id=_wire.encodable("session", session))
+        request = wire.GetSessionRequest(session_id=_wire.encodable("session", session))
         return _wire.session_from_pb(await self._router.ask("GetSession", request, timeout))
 
     async def close_session(self, session: str, *, timeout: float | None = None) -> None:
         """End a session and delete its tokens. Does nothing if it is closed already."""
-        request = pb.CloseSessionRequest(session_id=_wire.encodable("session", session))
+        request = wire.CloseSessionRequest(session_id=_wire.encodable("session", session))
         await self._router.ask("CloseSession", request, timeout)
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the models that are served now."""
-        response = await self._router.ask("ListModels", pb.ListModelsRequest(), timeout)
+        response = await self._router.ask("ListModels", wire.ListModelsRequest(), timeout)
         return [_wire.model_from_pb(model) for model in response.models]
 
     async def load_adapter(
@@ -173,12 +173,12 @@ class AsyncClient:
         InvalidRequest for an adapter of another model, or of a kind that cannot be served; Unavailable without a
         verifier.
         """
-        request = pb.LoadAdapterRequest(name=name, folder=folder, model=model)
+        request = wire.LoadAdapterRequest(name=name, folder=folder, model=model)
         return _wire.adapter_from_pb(await self._router.ask("LoadAdapter", request, timeout))
 
     async def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
         """Take an adapter's name away. Sessions that have it go on. Raises Forbidden as `load_adapter`; NotFound."""
-        await self._router.ask("UnloadAdapter", pb.UnloadAdapterRequest(name=name), timeout)
+        await self._router.ask("UnloadAdapter", wire.UnloadAdapterRequest(name=name), timeout)
 
     async def check_key(self, api_key: str, *, timeout: float | None = None) -> str:
         """Return the tenant of a key, which need not be the client's own; empty where callers need no key.
@@ -189,7 +189,7 @@ class AsyncClient:
             metadata = key_metadata(api_key)
         except ConfigError as error:
             raise Unauthenticated(str(error)) from None
-        response: pb.CheckKeyResponse = await self._router.ask("CheckKey", pb.CheckKeyRequest(), timeout, metadata)
+        response: wire.CheckKeyResponse = await self._router.ask("CheckKey", wire.CheckKeyRequest(), timeout, metadata)
         return response.tenant
 
     async def close(self) -> None:

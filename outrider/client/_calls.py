@@ -12,7 +12,7 @@ import grpc.aio
 
 from outrider.errors import Cancelled, OutriderError, Unavailable
 from outrider.rpc.status import is_from_outrider
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 REPORT_BYTES = 2**15  # taken since the last report; the router sends at most twice as much ahead
 REPORT_PAUSE_S = 0.01  # between two reports
@@ -26,7 +26,7 @@ Failure = Callable[[grpc.aio.AioRpcError], OutriderError]
 class GeneratingCall(Protocol):
     """A running Generate or Resume."""
 
-    async def next(self) -> pb.GenerateResponse | None:
+    async def next(self) -> wire.GenerateResponse | None:
         """Return the next event; None when the call has ended behind its last event. Raises OutriderError, and
         CancelledError after `cancel`."""
 
@@ -42,10 +42,10 @@ class PlainCall:
         self._events = aiter(call)
         self._failure = failure
 
-    async def next(self) -> pb.GenerateResponse | None:
+    async def next(self) -> wire.GenerateResponse | None:
         """As of `GeneratingCall`."""
         try:
-            event: pb.GenerateResponse | None = await anext(self._events, None)
+            event: wire.GenerateResponse | None = await anext(self._events, None)
         except grpc.aio.AioRpcError as error:
             raise _broken_off(error, self._failure) from None
         return event
@@ -63,7 +63,7 @@ class RoutedCall:
         self._call = PlainCall(call, failure)
         self._stream = stream
         self._handle = stream.add(self)
-        self._events: deque[pb.GenerateResponse] = deque()
+        self._events: deque[wire.GenerateResponse] = deque()
         self._changed = asyncio.Event()
         self._room = asyncio.Event()  # an event has been taken
         self._on_stream = False  # the events come on the stream
@@ -74,7 +74,7 @@ class RoutedCall:
         self._reported = 0
         self._reading = asyncio.create_task(self._read())
 
-    async def next(self) -> pb.GenerateResponse | None:
+    async def next(self) -> wire.GenerateResponse | None:
         """As of `GeneratingCall`."""
         while not self._events:
             if self._error is not None:
@@ -92,7 +92,7 @@ class RoutedCall:
         """As of `GeneratingCall`."""
         self.fail(asyncio.CancelledError())
 
-    def receive(self, event: pb.GenerateResponse) -> None:
+    def receive(self, event: wire.GenerateResponse) -> None:
         """Take over an event from the stream."""
         self._on_stream = True
         self._events.append(event)
@@ -112,7 +112,7 @@ class RoutedCall:
         self._call.cancel()
         self._stream.remove(self._handle)
 
-    def _take(self, event: pb.GenerateResponse) -> None:
+    def _take(self, event: wire.GenerateResponse) -> None:
         self._taken += event.ByteSize()
         if event.HasField("finished"):
             self._finished = True
@@ -166,9 +166,9 @@ class AnswerStream:
         self._closing: asyncio.TimerHandle | None = None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._report())]
 
-    def next_route(self) -> pb.AnswerRoute:
+    def next_route(self) -> wire.AnswerRoute:
         """Return the route for the next call that is added."""
-        return pb.AnswerRoute(stream=self._name, handle=self._latest + 1)
+        return wire.AnswerRoute(stream=self._name, handle=self._latest + 1)
 
     def add(self, call: RoutedCall) -> int:
         """Add a call. Return its handle."""
@@ -218,12 +218,12 @@ class AnswerStream:
 
     async def _report(self) -> None:
         try:
-            await self._call.write(pb.AnswersRequest(stream=self._name))
+            await self._call.write(wire.AnswersRequest(stream=self._name))
             while True:
                 await self._reported.wait()
                 self._reported.clear()
                 reports, self._reports = self._reports, {}
-                await self._call.write(pb.AnswersRequest(handles=reports.keys(), taken=reports.values()))
+                await self._call.write(wire.AnswersRequest(handles=reports.keys(), taken=reports.values()))
                 await asyncio.sleep(REPORT_PAUSE_S)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader finds out how the call has ended

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,6 @@ NO_ROWS = LogprobRows()
 
 
 def _decoded(row: bytes) -> TokenLogprobs:
-    entry = pb.TokenLogprobs.FromString(row)
+    entry = wire.TokenLogprobs.FromString(row)
     top = tuple(zip(entry.top_ids, entry.top_logprobs, strict=True))
     return TokenLogprobs(entry.logprob, top, entry.text, tuple(entry.top_texts))

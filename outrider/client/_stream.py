@@ -20,7 +20,7 @@ from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerRea
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.backoff import pause_s
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 CANCEL_TIMEOUT_S = 2.0
 MAX_FAILURES = 6  # calls in a row without a new chunk, before a stream gives up
@@ -40,7 +40,7 @@ class AsyncStream:
     def __init__(
         self,
         router: Router,
-        request: pb.GenerateRequest | pb.ResumeRequest,
+        request: wire.GenerateRequest | wire.ResumeRequest,
         timeout: float | None,
         schema: Any = None,
         terms: AnswerTerms = ANY_TERMS,
@@ -61,7 +61,7 @@ class AsyncStream:
         self._resumes = 0
         self._call: GeneratingCall | None = None  # the running one
         self._waiting: GeneratingCall | asyncio.Task[None] | None = None
-        self._started: pb.Started | None = None
+        self._started: wire.Started | None = None
         self.keeps_answer = True  # set to False before the stream begins: its result has no text, tokens and the like
         self._chunks: list[Chunk] = []
         self._next: tuple[int, int] | None = None  # position and text offset after the last chunk
@@ -72,8 +72,8 @@ class AsyncStream:
 
     def with_choice(self, choice: int) -> AsyncStream:
         """Return the stream of another choice of a request that has not begun, under an idempotency key of its own."""
-        assert isinstance(self._request, pb.GenerateRequest)
-        request = pb.GenerateRequest()
+        assert isinstance(self._request, wire.GenerateRequest)
+        request = wire.GenerateRequest()
         request.CopyFrom(self._request)
         request.sampling.choice, request.idempotency_key = choice, _wire.random_key()
         stream = AsyncStream(self._router, request, self._timeout, self._schema, self._terms)
@@ -187,7 +187,7 @@ class AsyncStream:
         request = self._request  # its idempotency key prevents a second generation
         if self._started is not None:
             position, offset = self._resume_point()
-            request = pb.ResumeRequest(
+            request = wire.ResumeRequest(
                 session_id=self._started.session_id,
                 generation=self._started.generation,
                 next_position=position,
@@ -201,11 +201,11 @@ class AsyncStream:
         """Return the next position and text offset after the last chunk; before the first chunk, the request's."""
         if self._next is not None:
             return self._next
-        if isinstance(self._request, pb.ResumeRequest):
+        if isinstance(self._request, wire.ResumeRequest):
             return self._request.next_position, self._request.text_offset
         return 0, 0
 
-    def _next_chunk(self, message: pb.Chunk) -> Chunk:
+    def _next_chunk(self, message: wire.Chunk) -> Chunk:
         if self._started is None:
             raise InternalError("the router's stream did not begin with Started")
         chunk = _wire.chunk_from_pb(message)
@@ -261,7 +261,7 @@ class AsyncStream:
         try:
             if self._waiting is not None and session_id:
                 with suppress(OutriderError, RuntimeError):  # RuntimeError: the client is closed
-                    await self._router.ask("Cancel", pb.CancelRequest(session_id=session_id), CANCEL_TIMEOUT_S)
+                    await self._router.ask("Cancel", wire.CancelRequest(session_id=session_id), CANCEL_TIMEOUT_S)
         finally:
             self._settle()
 
@@ -284,7 +284,7 @@ class AsyncStream:
                 }
             )
 
-    def _finish(self, message: pb.Finished) -> Generation:
+    def _finish(self, message: wire.Finished) -> Generation:
         if self._started is None:
             raise InternalError("the router's stream did not begin with Started")
         return Generation(

@@ -9,10 +9,10 @@ from typing import Any
 from outrider.core.answers.answer_reader import AnswerTerms
 from outrider.core.json_bounds import check_json
 from outrider.errors import InvalidRequest
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 
-def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
+def tools_of(options: Mapping[str, Any]) -> wire.Tools | None:
     """Return the tools of a request's options; None: it has none. Raises InvalidRequest."""
     tools, choice = options.get("tools"), options.get("tool_choice", "auto")
     name = _name(choice)
@@ -23,7 +23,7 @@ def tools_of(options: Mapping[str, Any]) -> pb.Tools | None:
     if choice == "none":
         return None
     single = not options.get("parallel_tool_calls", True)
-    return pb.Tools(definitions=_json("tools", tools), required=choice == "required", name=name, single=single)
+    return wire.Tools(definitions=_json("tools", tools), required=choice == "required", name=name, single=single)
 
 
 def terms_of(options: Mapping[str, Any]) -> AnswerTerms:

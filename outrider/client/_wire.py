@@ -21,20 +21,12 @@ from outrider.client._types import (
     Usage,
 )
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
-from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
+from outrider.core.session.speculation_status import printable
 from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-
-_REASONS: dict[int, FinishReason] = {
-    types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    types_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    types_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    types_pb2.FINISH_REASON_ABANDONED: FinishReason.ABANDONED,
-    types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
-}
+from outrider.wire import inference
 
 _TERMS = Contract.names()
 
@@ -211,8 +203,8 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
 def reason_from_pb(reason: int) -> FinishReason:
     """Return the finish reason of a wire value. Raises InternalError for a value that this version does not know."""
     try:
-        return _REASONS[reason]
-    except KeyError:
+        return FinishReason[inference.reason_from_pb(reason)]
+    except (KeyError, ValueError):
         raise InternalError(f"the router gave the unknown finish reason {reason}; update this client") from None
 
 
@@ -230,19 +222,7 @@ def usage_from_pb(message: pb.Usage) -> Usage:
         first_token_s=message.first_token_us / 1e6,
         total_s=message.total_us / 1e6,
         decode_s=message.decode_us / 1e6,
-        speculation=_speculation_from_pb(message.speculation),
-    )
-
-
-def _speculation_from_pb(message: types_pb2.SpeculationStatus) -> SpeculationStatus:
-    """Return the status of a message; a reason that this version does not know becomes `UNKNOWN`."""
-    try:
-        name = types_pb2.SpeculationReason.Name(message.reason).removeprefix("SPECULATION_REASON_")
-        reason = SpeculationReason[name]
-    except (KeyError, ValueError):
-        reason = SpeculationReason.UNKNOWN
-    return SpeculationStatus(
-        reason, printable(message.detail), message.steps, message.plain_rate / 1000, message.drafted_rate / 1000
+        speculation=inference.speculation_from_pb(message.speculation),
     )
 
 

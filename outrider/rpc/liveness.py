@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TypeVar
 
 from outrider.errors import Stalled, Unavailable
-from outrider.v1 import types_pb2
+from outrider.wire import types as wire
 
 HEARTBEAT_S = 0.5  # the longest silence of a live peer
 SILENCE_S = 2.5  # a peer that is silent for so long counts as dead
@@ -38,10 +38,10 @@ class WorkClock:
         self._began = None
         self.steps += 1
 
-    def heartbeat(self) -> types_pb2.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         """Return the heartbeat: the steps so far, and how long the present one has run."""
         running = 0.0 if self._began is None else time.monotonic() - self._began
-        return types_pb2.Heartbeat(steps=self.steps, running_ms=round(running * 1000))
+        return wire.Heartbeat(steps=self.steps, running_ms=round(running * 1000))
 
 
 async def monitored(
@@ -81,7 +81,7 @@ def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
     limit.reschedule(now + within_s if now - due > HEARTBEAT_S else now)
 
 
-def check_heartbeat(heartbeat: types_pb2.Heartbeat, peer: str) -> None:
+def check_heartbeat(heartbeat: wire.Heartbeat, peer: str) -> None:
     """Raises Stalled when the sender's step is stuck."""
     if heartbeat.running_ms > STUCK_S * 1000:
         raise Stalled(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")

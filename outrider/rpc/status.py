@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from outrider import errors
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.rpc.tls import connection_advice
-from outrider.v1 import verifier_pb2
+from outrider.wire import verifier as wire
 
 CLASS_KEY = "outrider-error"
 FIELD_KEY = "outrider-field"
@@ -91,9 +91,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
     return _error(kind, details, metadata.get(FIELD_KEY, "request"), _milliseconds(metadata.get(RETRY_KEY, "")))
 
 
-def error_to_pb(error: OutriderError) -> verifier_pb2.Error:
+def error_to_pb(error: OutriderError) -> wire.Error:
     """Return the error's message, for one of the many generations of a stream."""
-    message = verifier_pb2.Error(kind=type(error).__name__, details=str(error)[:_MAX_DETAILS])
+    message = wire.Error(kind=type(error).__name__, details=str(error)[:_MAX_DETAILS])
     if isinstance(error, InvalidRequest):
         message.field = error.field
     if isinstance(error, Overloaded):
@@ -101,7 +101,7 @@ def error_to_pb(error: OutriderError) -> verifier_pb2.Error:
     return message
 
 
-def error_from_pb(message: verifier_pb2.Error) -> OutriderError:
+def error_from_pb(message: wire.Error) -> OutriderError:
     """Return the error that the server raised; an InternalError for a kind that is not known here."""
     kind = _BY_NAME.get(message.kind, errors.InternalError)
     return _error(kind, message.details, message.field or "request", message.retry_after_ms / 1000)

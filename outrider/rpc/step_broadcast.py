@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from outrider.errors import OutriderError
-from outrider.v1 import types_pb2
+from outrider.wire import types as wire
 
 MAX_QUEUED = 64  # steps that are queued for a slow watcher
 
@@ -24,7 +24,7 @@ class StepBroadcast:
         """Whether there are watchers."""
         return bool(self._watchers)
 
-    async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
+    async def steps(self) -> AsyncGenerator[wire.StepTree, None]:
         """Yield the steps from now on, until `close`. Raises the error of `close`."""
         watcher = _Watcher()
         self._watchers.add(watcher)
@@ -37,7 +37,7 @@ class StepBroadcast:
         finally:
             self._watchers.discard(watcher)
 
-    def show(self, step: types_pb2.StepTree) -> None:
+    def show(self, step: wire.StepTree) -> None:
         """Queue a step for each watcher. It must not change afterwards."""
         for watcher in self._watchers:
             watcher.add(step)
@@ -55,17 +55,17 @@ class _Watcher:
     """One watcher's steps."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[types_pb2.StepTree | None] = asyncio.Queue()  # bounded by `add`; None: the end
+        self.queue: asyncio.Queue[wire.StepTree | None] = asyncio.Queue()  # bounded by `add`; None: the end
         self._missed = 0
 
-    def add(self, step: types_pb2.StepTree) -> None:
+    def add(self, step: wire.StepTree) -> None:
         """Queue a step, or count it as missed where the watcher does not keep up."""
         missed = self._missed + step.missed
         if self.queue.qsize() >= MAX_QUEUED:
             self._missed = missed + 1
             return
         if missed != step.missed:
-            own = types_pb2.StepTree()
+            own = wire.StepTree()
             own.CopyFrom(step)
             own.missed, step = missed, own
         self._missed = 0

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
 from outrider.rpc.liveness import HEARTBEAT_S
-from outrider.v1 import drafter_pb2 as pb
-from outrider.v1 import types_pb2
-from outrider.wire.codec import sent_terms_of, set_sent_terms
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import sent_terms_of, set_sent_terms
 from outrider.wire.message_bounds import MAX_TOGETHER
 
 CONTROL_FRAMES = 4096  # that may be queued; a drafter that reads needs a handful
 BATCH_BYTES = 2**20  # of commits in one message, from which on the rest waits for the next
 
-Parts = Iterator[pb.Snapshot]
+Parts = Iterator[wire.Snapshot]
 
 
 @dataclass(slots=True)
@@ -37,20 +36,20 @@ class UpstreamOutbox:
     upstream's progress; it is sent when nothing else is queued.
     """
 
-    def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
+    def __init__(self, drafter_id: str, heartbeat: Callable[[], wire.Heartbeat]) -> None:
         self.drafter_id = drafter_id
         self.batches = False  # whether the drafter takes several commits in one message
         self._heartbeat = heartbeat
-        self._control: deque[pb.DraftDown] = deque()
-        self._commits: dict[int, pb.Commit] = {}  # by attachment
-        self._hints: dict[int, pb.Hints] = {}  # by attachment
+        self._control: deque[wire.DraftDown] = deque()
+        self._commits: dict[int, wire.Commit] = {}  # by attachment
+        self._hints: dict[int, wire.Hints] = {}  # by attachment
         self._snapshots: dict[int, _Snapshot] = {}
         self._held: set[int] = set()
         self._wake = asyncio.Event()
         self._ended = False
         self._finishing = False
 
-    def queue_control(self, frame: pb.DraftDown) -> None:
+    def queue_control(self, frame: wire.DraftDown) -> None:
         """Queues a control frame."""
         self._control.append(frame)
         self._wake.set()
@@ -63,7 +62,7 @@ class UpstreamOutbox:
             self._held.remove(attachment)
             self._wake.set()
 
-    def commit(self, commit: pb.Commit) -> bool:
+    def commit(self, commit: wire.Commit) -> bool:
         """Queues a commit. Returns False when the drafter lags too far: it needs a snapshot."""
         if commit.tokens:
             self._hints.pop(commit.attachment, None)  # they belong to the previous root
@@ -87,7 +86,7 @@ class UpstreamOutbox:
             self._wake.set()
         return True
 
-    def hint(self, hints: pb.Hints) -> None:
+    def hint(self, hints: wire.Hints) -> None:
         """Queues hints in place of earlier ones; they follow the snapshot, if one is due."""
         if hints.attachment not in self._held:
             self._hints[hints.attachment] = hints
@@ -103,7 +102,7 @@ class UpstreamOutbox:
     def close(self, attachment: int, reason: str) -> None:
         """Queues the end of an attachment: its session is over for the drafter."""
         self.forget(attachment)
-        self.queue_control(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
+        self.queue_control(wire.DraftDown(closed=wire.Closed(attachment=attachment, reason=reason)))
 
     def forget(self, attachment: int) -> None:
         """Drops all that is queued for an attachment; nothing more is read of its session."""
@@ -126,7 +125,7 @@ class UpstreamOutbox:
         if len(self._control) > CONTROL_FRAMES:
             raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
 
-    async def next(self) -> pb.DraftDown | None:
+    async def next(self) -> wire.DraftDown | None:
         """Return the next frame to write; wait until there is one. None after the end."""
         silent_until = asyncio.get_running_loop().time() + HEARTBEAT_S
         while not self._ended:
@@ -139,11 +138,11 @@ class UpstreamOutbox:
                 async with asyncio.timeout_at(silent_until):
                     await self._wake.wait()
             except TimeoutError:
-                return pb.DraftDown(heartbeat=self._heartbeat())
+                return wire.DraftDown(heartbeat=self._heartbeat())
         return None
 
-    def _next_commits(self) -> list[pb.Commit]:
-        commits: list[pb.Commit] = []
+    def _next_commits(self) -> list[wire.Commit]:
+        commits: list[wire.Commit] = []
         size, limit = 0, MAX_TOGETHER if self.batches else 1
         for attachment, commit in self._commits.items():
             if attachment not in self._snapshots and attachment not in self._held:
@@ -155,19 +154,19 @@ class UpstreamOutbox:
             del self._commits[commit.attachment]
         return commits
 
-    def _most_urgent(self) -> pb.DraftDown | None:
+    def _most_urgent(self) -> wire.DraftDown | None:
         if commits := self._next_commits():
-            return pb.DraftDown(commits=commits) if len(commits) > 1 else pb.DraftDown(commit=commits[0])
+            return wire.DraftDown(commits=commits) if len(commits) > 1 else wire.DraftDown(commit=commits[0])
         if self._control:
             return self._control.popleft()
         for attachment in self._hints:
             if attachment not in self._snapshots:
-                return pb.DraftDown(hints=self._hints.pop(attachment))
+                return wire.DraftDown(hints=self._hints.pop(attachment))
         for attachment, snapshot in self._snapshots.items():
             if snapshot.rest is None:
                 snapshot.rest = snapshot.begin()
             part = next(snapshot.rest)
             if part.last:
                 del self._snapshots[attachment]
-            return pb.DraftDown(snapshot=part)
+            return wire.DraftDown(snapshot=part)
         return None

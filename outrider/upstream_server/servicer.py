@@ -25,10 +25,11 @@ from outrider.upstream_server.entrance import Entrance
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream, WaitingSubscribe
-from outrider.v1 import drafter_pb2 as pb
-from outrider.wire.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import delta_from_pb, hints_to_pb, set_sent_terms
 from outrider.wire.message_bounds import BEFORE_A_TICKET, REQUEST, decode
 from outrider.wire.tickets import Permit
+from outrider.wire.types import plan_to_pb
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ class UpstreamServicer:
 
     def register(self, server: grpc.aio.Server) -> str:
         """Adds the service to a server. Returns its full name."""
-        name = pb.DESCRIPTOR.services_by_name["TreeSink"].full_name
-        handler = grpc.stream_stream_rpc_method_handler(self.Draft, None, pb.DraftDown.SerializeToString)
+        name = wire.DESCRIPTOR.services_by_name["TreeSink"].full_name
+        handler = grpc.stream_stream_rpc_method_handler(self.Draft, None, wire.DraftDown.SerializeToString)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Draft": handler}),))
         return name
 
@@ -151,13 +152,13 @@ class UpstreamServicer:
         root = session.tree.root.position
         for subscription in session.subscriptions.values():
             if subscription.begun == root != subscription.exhausted:
-                self._send_commit(subscription, pb.Commit(position=len(session.tokens)), resting=True)
+                self._send_commit(subscription, wire.Commit(position=len(session.tokens)), resting=True)
 
     def refresh(self, session: UpstreamSession) -> None:
         """Sends a plan or credit that changed without a commit, also to drafters that rest."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, False)
-            self._send_commit(subscription, pb.Commit(position=len(session.tokens)))
+            self._send_commit(subscription, wire.Commit(position=len(session.tokens)))
 
     def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
         """Sends a session's drafters the committed tokens, from `position` on."""
@@ -166,12 +167,12 @@ class UpstreamServicer:
             if subscription.awaits_features:
                 self._snapshot(subscription)
             else:
-                self._send_commit(subscription, pb.Commit(position=position, tokens=tokens))
+                self._send_commit(subscription, wire.Commit(position=position, tokens=tokens))
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         """Reports nodes that were dropped from the tree although the target may still choose them."""
         for subscription, ids in dropped.items():
-            self._send_commit(subscription, pb.Commit(position=len(subscription.session.tokens), dropped=ids))
+            self._send_commit(subscription, wire.Commit(position=len(subscription.session.tokens), dropped=ids))
 
     def resend_snapshots(self, session: UpstreamSession) -> None:
         """Sends a snapshot to all drafters of a session, whose tree was replaced."""
@@ -185,7 +186,7 @@ class UpstreamServicer:
             session.wire_bytes += message.ByteSize()
             subscription.stream.hint(message)
 
-    def _send_commit(self, subscription: Subscription, commit: pb.Commit, *, resting: bool = False) -> None:
+    def _send_commit(self, subscription: Subscription, commit: wire.Commit, *, resting: bool = False) -> None:
         session = subscription.session
         if subscription.awaits_features:
             return  # its snapshot will include all of this
@@ -226,7 +227,7 @@ class UpstreamServicer:
     async def _greet(
         self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any], on_admitted: Callable[[], None]
     ) -> UpstreamStream:
-        first = decode(pb.DraftUp, BEFORE_A_TICKET, await anext(frames, b""))
+        first = decode(wire.DraftUp, BEFORE_A_TICKET, await anext(frames, b""))
         if first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
         hello = first.hello
@@ -238,13 +239,13 @@ class UpstreamServicer:
         holder = holder_of(context, hello.drafter_id)
         stream = UpstreamStream(hello.drafter_id, self._host.progress.heartbeat, holder, on_admitted)
         stream.public_sources, stream.batches = hello.public_sources, hello.batches
-        stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id, batches=True)))
+        stream.queue_control(wire.DraftDown(welcome=wire.Welcome(upstream_id=self._worker_id, batches=True)))
         return stream
 
     async def _read(self, stream: UpstreamStream, frames: Requests) -> None:
         refused_in_a_row = 0
         async for data in frames:
-            message = decode(pb.DraftUp, REQUEST if stream.admitted else BEFORE_A_TICKET, data)
+            message = decode(wire.DraftUp, REQUEST if stream.admitted else BEFORE_A_TICKET, data)
             for frame in message.deltas or (message,):
                 refused = self.refused
                 self._receive(stream, frame)
@@ -253,8 +254,8 @@ class UpstreamServicer:
                     raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
             stream.check()
 
-    def _receive(self, stream: UpstreamStream, frame: pb.DraftUp | pb.TreeDelta) -> None:
-        if isinstance(frame, pb.TreeDelta):
+    def _receive(self, stream: UpstreamStream, frame: wire.DraftUp | wire.TreeDelta) -> None:
+        if isinstance(frame, wire.TreeDelta):
             self._graft(stream, frame)
             return
         match frame.WhichOneof("frame"):
@@ -274,7 +275,7 @@ class UpstreamServicer:
             while (frame := await stream.next()) is not None:
                 await context.write(frame)
 
-    def _subscribe(self, stream: UpstreamStream, subscribe: pb.Subscribe) -> None:
+    def _subscribe(self, stream: UpstreamStream, subscribe: wire.Subscribe) -> None:
         if subscribe.attachment <= stream.attached:
             self.refused += 1  # a replay
             return
@@ -284,7 +285,7 @@ class UpstreamServicer:
         else:
             self._open(stream, subscribe)
 
-    def _open(self, stream: UpstreamStream, subscribe: pb.Subscribe) -> None:
+    def _open(self, stream: UpstreamStream, subscribe: wire.Subscribe) -> None:
         """Subscribes a drafter to its session, has it wait for the session or its ticket's key, or refuses it with the
         reason.
         """
@@ -298,7 +299,7 @@ class UpstreamServicer:
         except OutriderError as error:
             self._refuse(stream, subscribe.attachment, str(error))
 
-    def _admit(self, stream: UpstreamStream, subscribe: pb.Subscribe, session: UpstreamSession) -> None:
+    def _admit(self, stream: UpstreamStream, subscribe: wire.Subscribe, session: UpstreamSession) -> None:
         if subscribe.epoch != session.epoch:
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
@@ -344,7 +345,7 @@ class UpstreamServicer:
             del self._calibrations[next(iter(self._calibrations))]
         return self._calibrations.setdefault(drafter_id, Calibration())
 
-    def _wait(self, stream: UpstreamStream, subscribe: pb.Subscribe, reading: int | None) -> None:
+    def _wait(self, stream: UpstreamStream, subscribe: wire.Subscribe, reading: int | None) -> None:
         if len(stream.waiting) >= WAITING_SUBSCRIPTIONS:
             raise Overloaded("too many subscriptions wait for their session or their ticket's key")
         stream.waiting[subscribe.attachment] = WaitingSubscribe(subscribe, reading)
@@ -369,7 +370,7 @@ class UpstreamServicer:
         except OutriderError as error:
             self._refuse(stream, attachment, str(error))
 
-    def _unsubscribe(self, stream: UpstreamStream, unsubscribe: pb.Unsubscribe) -> None:
+    def _unsubscribe(self, stream: UpstreamStream, unsubscribe: wire.Unsubscribe) -> None:
         subscription = stream.subscriptions.get(unsubscribe.attachment)
         if subscription:
             subscription.session.unsubscribe(stream)
@@ -377,7 +378,7 @@ class UpstreamServicer:
         elif not stream.waiting.pop(unsubscribe.attachment, None):
             self.refused += 1  # sent before the session's end was received
 
-    def _graft(self, stream: UpstreamStream, message: pb.TreeDelta) -> None:
+    def _graft(self, stream: UpstreamStream, message: wire.TreeDelta) -> None:
         """Adds a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
         subscription = stream.subscriptions.get(message.attachment)
         if subscription is None or subscription.session.epoch != message.epoch:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider.upstream_server.upstream_session import Subscription
-from outrider.v1 import drafter_pb2 as pb
-from outrider.wire.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, set_sent_terms, tokens_in_part
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import SNAPSHOT_FEATURES, set_sent_terms, tokens_in_part
+from outrider.wire.types import contract_to_pb, plan_to_pb
 
 
-def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
+def snapshot_parts(subscription: Subscription) -> Iterator[wire.Snapshot]:
     """Yields a session's tokens committed by now, in parts, and the terms to draft under."""
     session = subscription.session
     tokens, digest = tuple(session.tokens), session.tree.digest
@@ -19,7 +20,7 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
     first = max(1, len(tokens) - SNAPSHOT_FEATURES)  # first token that features come with
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
-        part = pb.Snapshot(
+        part = wire.Snapshot(
             attachment=subscription.attachment,
             epoch=session.epoch,
             position=start,

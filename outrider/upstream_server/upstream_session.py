@@ -15,8 +15,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.upstream_server.outbox import UpstreamOutbox
-from outrider.v1 import drafter_pb2 as pb
-from outrider.v1 import types_pb2
+from outrider.wire import drafter as wire
 
 MAX_DRAFTERS = 16  # drafters of one session, those of lower tiers included
 
@@ -37,7 +36,7 @@ class UpstreamStream(UpstreamOutbox):
     def __init__(
         self,
         drafter_id: str,
-        heartbeat: Callable[[], types_pb2.Heartbeat],
+        heartbeat: Callable[[], wire.Heartbeat],
         holder: str = "",
         on_admitted: Callable[[], None] = lambda: None,
     ) -> None:
@@ -62,7 +61,7 @@ class UpstreamStream(UpstreamOutbox):
 class WaitingSubscribe:
     """A subscription whose session is not open yet, or whose ticket names a key that is not known yet."""
 
-    subscribe: pb.Subscribe
+    subscribe: wire.Subscribe
     reading: int | None  # number of the reading of the keys that it waits for; None: it waits for its session
 
 

@@ -18,7 +18,7 @@ import grpc.aio
 from outrider.errors import Cancelled, InvalidRequest, Unavailable
 from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.rpc.authorization import MESSAGE_S
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 
 WINDOW_BYTES = 2**16  # of a generation's messages that the client has not taken; one message may exceed it
 MESSAGE_BYTES = 2**20  # from so many bytes on, further events wait for the next message
@@ -40,7 +40,7 @@ class AnswerStreams:
             f"a tenant has at most {MAX_STREAMS} streams of answers; requests work without", 2**30, of_key=MAX_STREAMS
         )
 
-    async def serve(self, tenant: str, requests: AsyncIterator[pb.AnswersRequest], context: Context) -> None:
+    async def serve(self, tenant: str, requests: AsyncIterator[wire.AnswersRequest], context: Context) -> None:
         """Serve a stream until its client closes its side or breaks it off. Raises InvalidRequest, Overloaded."""
         with self._limit.hold(tenant):
             key = tenant, await _name(requests)
@@ -86,7 +86,7 @@ class AnswerWriter:
         self._lane: _Lane | None = None
         self._begun = False
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, message: wire.GenerateResponse) -> None:
         """Write one message; wait until the client has room for it, for the last one until it is on its way.
 
         The first one decides which way all go. Raises Cancelled when the client has gone, Unavailable when its stream
@@ -112,7 +112,7 @@ class AnswerWriter:
         """Whether `write_now` may be called: the stream takes another event at once."""
         return self._lane is not None and self._lane.ready
 
-    def write_now(self, message: pb.GenerateResponse) -> None:
+    def write_now(self, message: wire.GenerateResponse) -> None:
         """Write one message of several to a stream that is `ready`."""
         assert self._lane is not None
         self._lane.put(message)
@@ -133,11 +133,11 @@ class _AnswerStream:
 
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}  # by handle
-        self._queue: deque[tuple[_Lane, pb.GenerateResponse, int]] = deque()  # with their bytes
+        self._queue: deque[tuple[_Lane, wire.GenerateResponse, int]] = deque()  # with their bytes
         self._wake = asyncio.Event()
 
     async def run(
-        self, requests: AsyncIterator[pb.AnswersRequest], send: Callable[[pb.AnswersResponse], Awaitable[None]]
+        self, requests: AsyncIterator[wire.AnswersRequest], send: Callable[[wire.AnswersResponse], Awaitable[None]]
     ) -> None:
         """Send events until the client closes its side. Raises InvalidRequest."""
         reading = asyncio.create_task(self._read(requests))
@@ -169,14 +169,14 @@ class _AnswerStream:
         """Free a handle; events of it that wait are not sent."""
         del self._lanes[lane.handle]
 
-    def put(self, lane: _Lane, message: pb.GenerateResponse, size: int) -> None:
+    def put(self, lane: _Lane, message: wire.GenerateResponse, size: int) -> None:
         """Queue an event of so many bytes."""
         self._queue.append((lane, message, size))
         self._wake.set()
 
-    def _take(self) -> tuple[pb.AnswersResponse, set[_Lane]]:
+    def _take(self) -> tuple[wire.AnswersResponse, set[_Lane]]:
         """Return the next message, and whose events are in it."""
-        message, lanes, size = pb.AnswersResponse(), set(), 0
+        message, lanes, size = wire.AnswersResponse(), set(), 0
         while self._queue and size < MESSAGE_BYTES:
             lane, response, bytes_ = self._queue.popleft()
             lane.take(bytes_)
@@ -186,7 +186,7 @@ class _AnswerStream:
                 lanes.add(lane)
         return message, lanes
 
-    async def _read(self, requests: AsyncIterator[pb.AnswersRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[wire.AnswersRequest]) -> None:
         async for request in requests:
             if len(request.handles) > MAX_HANDLES:
                 raise InvalidRequest("handles", f"has {len(request.handles)} entries, must have at most {MAX_HANDLES}")
@@ -211,7 +211,7 @@ class _Lane:
         self._taken = 0  # by the client
         self._failed = False
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, message: wire.GenerateResponse) -> None:
         """Queue an event once less than a window is not taken. Raises Unavailable."""
         await self._wait(lambda: self.ready)
         self.put(message)
@@ -221,7 +221,7 @@ class _Lane:
         """Whether less than a window is not taken."""
         return self._put - self._taken < WINDOW_BYTES and not self._failed
 
-    def put(self, message: pb.GenerateResponse) -> None:
+    def put(self, message: wire.GenerateResponse) -> None:
         """Queue an event."""
         size = message.ByteSize()
         self._put += size
@@ -260,7 +260,7 @@ class _Lane:
             raise Unavailable("the stream of this call's answers has ended; resume the generation")
 
 
-async def _name(requests: AsyncIterator[pb.AnswersRequest]) -> bytes:
+async def _name(requests: AsyncIterator[wire.AnswersRequest]) -> bytes:
     """Return the name that a stream's first message gives it. Raises InvalidRequest."""
     try:
         async with asyncio.timeout(MESSAGE_S):

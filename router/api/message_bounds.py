@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.errors import InvalidRequest
-from outrider.v1 import inference_pb2 as pb
+from outrider.wire import inference as wire
 from outrider.wire.message_bounds import more_fields_than
 
 GENERATE = "/outrider.v1.Inference/Generate"
@@ -16,7 +16,7 @@ def check_message(method: str, message: bytes) -> None:
     if method != GENERATE:
         if len(message) > MAX_OTHER_BYTES:
             raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {MAX_OTHER_BYTES}")
-    elif more_fields_than(pb.GenerateRequest.DESCRIPTOR, MAX_FIELDS, message):
+    elif more_fields_than(wire.GenerateRequest.DESCRIPTOR, MAX_FIELDS, message):
         raise InvalidRequest(
             "message", f"must have at most {MAX_FIELDS} entries: messages, and what `sampling` lists, together"
         )

@@ -6,22 +6,12 @@ from collections.abc import Callable
 
 from outrider.core.sampling.logprobs import unpack
 from outrider.core.session.contract import Contract
-from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.store.adapters import NamedAdapter
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
-from outrider.v1 import types_pb2
+from outrider.wire.inference import reason_to_pb, speculation_to_pb
 from router.sessions.outbox import Event, FinishedEvent, StartedEvent
 from router.sessions.response import EndReason, ResponsePart
-
-_REASONS = {
-    EndReason.STOP: types_pb2.FINISH_REASON_STOP,
-    EndReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    EndReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-    EndReason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
-    EndReason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
-    EndReason.FAILED: types_pb2.FINISH_REASON_FAILED,
-}
 
 
 def adapter_to_pb(named: NamedAdapter) -> pb.ModelAdapter:
@@ -90,7 +80,7 @@ def session_to_pb(record: SessionRecord) -> pb.Session:
         digest=record.digest,
         generation=record.generation,
         running=record.generation > 0 and not record.finished,
-        reason=_REASONS[EndReason(record.finished)] if record.finished else None,
+        reason=reason_to_pb(EndReason(record.finished).name) if record.finished else None,
         answer_position=record.turn.answer_position if record.turn else 0,
         epoch=record.epoch,
         verifier=record.verifier,
@@ -101,7 +91,7 @@ def session_to_pb(record: SessionRecord) -> pb.Session:
 def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
     usage = event.usage
     return pb.Finished(
-        reason=_REASONS[event.reason],
+        reason=reason_to_pb(event.reason.name),
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -114,16 +104,6 @@ def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
             first_token_us=usage.first_token_us,
             total_us=usage.elapsed_us(),
             decode_us=usage.last_token_us - usage.first_token_us,
-            speculation=_speculation_to_pb(usage.speculation.summary(usage.accepted)),
+            speculation=speculation_to_pb(usage.speculation.summary(usage.accepted)),
         ),
-    )
-
-
-def _speculation_to_pb(status: SpeculationStatus) -> types_pb2.SpeculationStatus:
-    return types_pb2.SpeculationStatus(
-        reason=f"SPECULATION_REASON_{status.reason.name}",
-        detail=status.detail,
-        steps=status.steps,
-        plain_rate=round(status.plain_rate * 1000),
-        drafted_rate=round(status.drafted_rate * 1000),
     )

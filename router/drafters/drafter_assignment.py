@@ -20,8 +20,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tracing import client_span
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
-from outrider.v1 import drafter_pb2
-from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire import drafter as wire
 from outrider.wire.tickets import Permit, TicketSigner
 from router.background import BackgroundTasks
 from router.drafters.obstacles import Obstacles
@@ -336,7 +335,7 @@ class DrafterSet:
             assignment.session_id, assignment.tenant, worker.worker_id, placed.upstream.worker_id, assignment.epoch
         )
         try:
-            request = drafter_pb2.AttachRequest(
+            request = wire.AttachRequest(
                 session_id=assignment.session_id,
                 tenant=assignment.tenant,
                 epoch=assignment.epoch,
@@ -344,7 +343,7 @@ class DrafterSet:
                 ticket=self._ticket_signer.sign(permit),
             )
             with client_span("outrider.v1.Drafter/Attach"):
-                stub = DrafterStub(self._worker_pool.channel(worker))
+                stub = wire.DrafterStub(self._worker_pool.channel(worker))
                 answer = await stub.Attach(request, timeout=RPC_TIMEOUT_S, metadata=trace_metadata())
             self._obstacles.on_attached(placed, answer, self._attached)
             return True
@@ -361,9 +360,9 @@ class DrafterSet:
         if self._attached.pop(worker.worker_id, None) is None:
             return
         self._obstacles.forget(worker)
-        request = drafter_pb2.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
+        request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
         try:
-            await DrafterStub(self._worker_pool.channel(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
+            await wire.DrafterStub(self._worker_pool.channel(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("drafter %s did not answer Detach: %s", worker.worker_id, from_rpc_error(error))
         finally:

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, status_of
 from outrider.errors import DeadlineExceeded, Moved, OutriderError, Overloaded, Unavailable
 from outrider.store.registry import Worker
-from outrider.v1 import drafter_pb2
+from outrider.wire import drafter as wire
 from router.scheduling.placement import DrafterPlacement
 
 
@@ -27,9 +27,7 @@ class Obstacles:
         known = sorted(self._known.values(), key=lambda one: not self._direct(one[0]))
         return known[0][1] if known else self._unplaced_reason
 
-    def on_attached(
-        self, placement: DrafterPlacement, answer: drafter_pb2.AttachResponse, attached: Container[str]
-    ) -> None:
+    def on_attached(self, placement: DrafterPlacement, answer: wire.AttachResponse, attached: Container[str]) -> None:
         """Take a drafter's answer to Attach. If it names no obstacle, drop the failures of drafters that this one may
         replace: those that are not `attached` (worker ids) at the same upstream."""
         status = _upstream_obstacle(placement, answer)
@@ -73,7 +71,7 @@ def _unplaced_reason(suspects: Iterable[Worker]) -> SpeculationStatus:
     return status_of(SpeculationReason.NO_DRAFTER, "those that fit were detached: others drafted the same")
 
 
-def _upstream_obstacle(placement: DrafterPlacement, answer: drafter_pb2.AttachResponse) -> SpeculationStatus | None:
+def _upstream_obstacle(placement: DrafterPlacement, answer: wire.AttachResponse) -> SpeculationStatus | None:
     """Return what the upstream last answered to a drafter; None: no obstacle."""
     pair = f"drafter {placement.drafter.address} at {placement.upstream.address}"
     if answer.refused:

@@ -16,8 +16,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.rpc.step_broadcast import StepBroadcast
 from outrider.store.session_events import SessionEvent
 from outrider.store.sessions import SessionRecord
-from outrider.v1 import types_pb2, verifier_pb2
-from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire import verifier as wire
 from router.requests.requests import find_model
 from router.sessions.session_open import RouterContext, open_record
 
@@ -39,7 +38,7 @@ class StepStreams:
         self._watchers = ConcurrencyLimit(problem, MAX_WATCHERS, of_key=MAX_OF_TENANT)
         self._any_watched = asyncio.Event()
 
-    async def steps(self, tenant: str, session_id: str) -> AsyncGenerator[types_pb2.StepTree, None]:
+    async def steps(self, tenant: str, session_id: str) -> AsyncGenerator[wire.StepTree, None]:
         """Yield the steps of a tenant's session from now on, generation after generation, until it is closed.
 
         Raises NotFound, and Overloaded where the tenant or all tenants watch too much.
@@ -99,7 +98,7 @@ class _WatchedSession:
         """Whether there is no watcher any more, or no further step."""
         return self._broadcast.closed
 
-    async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
+    async def steps(self) -> AsyncGenerator[wire.StepTree, None]:
         """Yield the steps from now on. Raises what ended them: NotFound once the session is closed."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -127,7 +126,7 @@ class _WatchedSession:
             self._broadcast.close(InternalError(f"the session's steps cannot be read: {error}"))
             raise
 
-    async def _read(self) -> AsyncIterator[types_pb2.StepTree]:
+    async def _read(self) -> AsyncIterator[wire.StepTree]:
         token_text = find_model(self._record.model, self._router.models).token_text
         backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
         verifier = self._record.verifier
@@ -154,13 +153,13 @@ class _WatchedSession:
         record = await open_record(self._router.sessions, self._record.tenant, self._record.session_id)
         return record.verifier
 
-    async def _read_from(self, worker_id: str) -> AsyncIterator[types_pb2.StepTree]:
+    async def _read_from(self, worker_id: str) -> AsyncIterator[wire.StepTree]:
         """Yield the steps of the session at one verifier, as long as it is there."""
         worker = next((one for one in self._router.worker_pool.listed if one.worker_id == worker_id), None)
         if worker is None:
             return
-        stub = VerifierStub(self._router.worker_pool.channel(worker))
-        call = stub.Watch(verifier_pb2.WatchRequest(session_id=self._record.session_id))
+        stub = wire.VerifierStub(self._router.worker_pool.channel(worker))
+        call = stub.Watch(wire.WatchRequest(session_id=self._record.session_id))
         try:
             async for step in call:
                 if step is None:  # gRPC gives None for bytes that do not parse

@@ -17,7 +17,7 @@ from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import OutriderError, Unavailable
 from outrider.telemetry.loop_probe import answer_of
 from outrider.telemetry.pages import PageContent
-from outrider.v1 import types_pb2
+from outrider.wire import types as wire
 from router.sessions.generation import OwnedGeneration
 
 ID_CHARACTERS = 8  # of a session's id, as the page shows it: enough to tell ids apart, too few to resume it
@@ -27,7 +27,7 @@ CHECK_S = 1.0  # between two looks for those
 ANSWER_S = 2.0  # timeout of the event loop's answer to a page
 
 Shape = dict[str, Any]
-Steps = Callable[[str, str], AsyncGenerator[types_pb2.StepTree, None]]  # of a tenant's session
+Steps = Callable[[str, str], AsyncGenerator[wire.StepTree, None]]  # of a tenant's session
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class TreeView:
             del self._watched[name]
 
 
-def shape_of(step: types_pb2.StepTree) -> Shape:
+def shape_of(step: wire.StepTree) -> Shape:
     """Return the shape of a step's tree.
 
     A node is [parent, chance, accepted, sender]: parent -1 is the root, sender 0 the verifier, others are drafters.

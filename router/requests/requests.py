@@ -21,7 +21,7 @@ from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
-from outrider.wire.codec import check_tokens, grammar_from_pb
+from outrider.wire.types import check_tokens, grammar_from_pb
 from router.requests.chat_template import NO_VARIABLES, TemplateMessage
 from router.requests.served_models import RequestedModel, ServedModel
 

@@ -13,8 +13,7 @@ from outrider.errors import Conflict, Forbidden, InvalidRequest, NotFound, Outri
 from outrider.rpc.status import from_rpc_error
 from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
 from outrider.store.registry import Worker
-from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire import verifier as wire
 from router.requests.served_models import RequestedModel, ServedModel
 from router.scheduling.workers import WorkerPool
 
@@ -95,10 +94,10 @@ class AdapterDirectory:
         if ALL not in self._loaders and tenant not in self._loaders:
             raise Forbidden("only tenants that the routers' adapter_loaders name may load and unload adapters")
 
-    async def _read(self, worker: Worker, model: str, folder: str) -> verifier_pb2.ReadAdapterResponse:
-        request = verifier_pb2.ReadAdapterRequest(model=model, folder=folder)
+    async def _read(self, worker: Worker, model: str, folder: str) -> wire.ReadAdapterResponse:
+        request = wire.ReadAdapterRequest(model=model, folder=folder)
         try:
-            found: verifier_pb2.ReadAdapterResponse = await VerifierStub(self._worker_pool.channel(worker)).ReadAdapter(
+            found: wire.ReadAdapterResponse = await wire.VerifierStub(self._worker_pool.channel(worker)).ReadAdapter(
                 request, timeout=READ_S
             )
         except grpc.aio.AioRpcError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import Plan, StepReport
+from outrider.core.session.decoding import DecodeEnd, ReceivedCommit
 from outrider.errors import InternalError
 from outrider.telemetry.tracing import recording_span
 from router.counters.request_metrics import plan_attributes
@@ -21,7 +22,7 @@ from router.sessions.response import EndReason
 from router.sessions.session_open import OpenedGeneration, RouterContext
 from router.sessions.standby import Standby
 from router.sessions.token_log import TokenLog
-from router.sessions.verifier_client import DecodeEnd, DecodeStream, ReceivedCommit
+from router.sessions.verifier_client import DecodeStream
 
 RENEWALS_PER_LEASE = 3
 RELEASE_S = 20.0  # after the verifier last wanted drafters, when they are released to other sessions

@@ -9,11 +9,11 @@ from enum import Enum
 from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract
+from outrider.core.session.decoding import ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, InvalidRequest
 from outrider.limits.fair_turns import LoopTurns
 from router.counters.usage_stats import UsageStats
-from router.sessions.verifier_client import ReceivedCommit
 from router.text.detokenizer import AnswerText
 
 REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each part takes about half a millisecond

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from outrider.core.sampling.logprobs import alternatives, narrowed, stride
 from outrider.core.session.contract import Contract
+from outrider.core.session.decoding import ReceivedCommit
 from outrider.core.session.training_samples import MAX_CHOSEN, TOP, TrainingSample, sample_of
 from outrider.errors import InternalError, OutriderError
 from outrider.store.redis.client import Client
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.telemetry.metrics import register_metric
 from router.requests.served_models import ServedModel
-from router.sessions.verifier_client import ReceivedCommit
 
 ALL_TENANTS = "*"
 MAX_WAITING = 64  # samples on their way to Redis; further ones are dropped

@@ -13,9 +13,8 @@ from outrider.core.session.contract import Adapter
 from outrider.errors import OutriderError
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
-from outrider.v1 import verifier_pb2
-from outrider.v1.verifier_pb2_grpc import VerifierStub
-from outrider.wire.codec import adapter_to_pb
+from outrider.wire import verifier as wire
+from outrider.wire.types import adapter_to_pb
 from router.requests.served_models import ServedModel
 from router.sessions.session_open import RouterContext, matching_verifiers
 
@@ -75,14 +74,14 @@ class Standby:
 
     async def _warm(self, worker: Worker, tokens: tuple[int, ...]) -> None:
         model = self._model
-        request = verifier_pb2.WarmRequest(
+        request = wire.WarmRequest(
             model=model.name,
             tokenizer_digest=model.digest,
             tokens=tokens,
             tenant=self._tenant,
             adapter=adapter_to_pb(self._adapter),
         )
-        await VerifierStub(self._router.worker_pool.channel(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
+        await wire.VerifierStub(self._router.worker_pool.channel(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
         self.holder, self._read_tokens, self._retry_at = worker.worker_id, len(tokens), 0.0
 
     def _has_other_verifier(self, serving: Worker) -> bool:

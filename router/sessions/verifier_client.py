@@ -7,10 +7,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from outrider.core.control.drafters.attribution import DrafterCredit
-from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.session.contract import Plan
+from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
 from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,54 +23,13 @@ from outrider.errors import (
 from outrider.rpc.status import error_from_pb
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
-from outrider.v1 import types_pb2, verifier_pb2
-from outrider.wire.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.wire import verifier as wire
 from router.sessions.verifier_link import VerifierLink
 
 DEADLINE_SLACK_S = 0.05  # behind a deadline, at which gRPC ends the call of a client that is there: it gets that error
 ACKS_PER_WINDOW = 4  # each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStart:
-    """What a verifier needs to begin."""
-
-    session_id: str
-    tenant: str
-    epoch: int
-    model: str
-    tokenizer_digest: bytes
-    tokens: tuple[int, ...]  # all tokens of the session so far
-    digest: int  # over the tokens
-    answer_position: int
-    contract: Contract
-    plan: Plan
-    window: int
-    lease_s: float
-    timeout_s: float | None  # until the deadline; None: no deadline
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedCommit:
-    """The target's next tokens, as one step committed them."""
-
-    epoch: int
-    position: int  # position of the first token
-    tokens: tuple[int, ...]
-    gaps: tuple[float, ...]  # one for each token
-    logprobs: bytes  # as in outrider.core.sampling.logprobs; empty unless the contract asks for them
-    digest: int  # over the session with these tokens
-    report: StepReport
-    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, where there are several
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeEnd:
-    """The generation ended by its contract."""
-
-    stopped: bool  # True: by a stop id; False: by max_tokens
 
 
 class DecodeIdle:
@@ -103,7 +61,7 @@ class DecodeStream:
         Raises what the verifier answers: Unavailable and Overloaded mean that another verifier may be tried.
         """
         if self._error is None:
-            self._handle = self._link.begin(self, _start_to_pb(self._start))
+            self._handle = self._link.begin(self, wire.start_to_pb(self._start, trace_metadata()))
             if self._start.timeout_s is not None:
                 loop, error = asyncio.get_running_loop(), DeadlineExceeded("the generation's deadline has passed")
                 self._deadline = loop.call_later(self._start.timeout_s + DEADLINE_SLACK_S, self._fail, error)
@@ -138,22 +96,22 @@ class DecodeStream:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def on_started(self, started: verifier_pb2.DecodeStarted) -> None:
+    def on_started(self, started: wire.DecodeStarted) -> None:
         """The session has a slot."""
         self.opened, self.cached, self.resting = True, started.cached, started.resting
         self._changed.set()
 
-    def on_commit(self, commit: verifier_pb2.DecodeCommit) -> None:
+    def on_commit(self, commit: wire.DecodeCommit) -> None:
         """The verifier has committed tokens."""
         try:
             self._add(self._commit(commit))
         except OutriderError as error:
             self._fail(error)
 
-    def on_ended(self, ended: verifier_pb2.DecodeEnded) -> None:
+    def on_ended(self, ended: wire.DecodeEnded) -> None:
         """The verifier has ended the generation."""
         if ended.WhichOneof("how") == "reason":
-            self._add(DecodeEnd(ended.reason == types_pb2.FINISH_REASON_STOP))
+            self._add(wire.end_from_pb(ended))
         else:
             self._fail(self._translated(error_from_pb(ended.error)))
 
@@ -194,30 +152,15 @@ class DecodeStream:
         where = self.worker.worker_id
         log.info("session %s goes on at %s: %d tokens read again, %.3f s", self._start.session_id, where, reread, took)
 
-    def _commit(self, commit: verifier_pb2.DecodeCommit) -> ReceivedCommit:
-        if len(commit.gaps) != len(commit.tokens):
-            raise self._failure(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
+    def _commit(self, commit: wire.DecodeCommit) -> ReceivedCommit:
         if commit.position + len(commit.tokens) > self._acknowledged + self._start.window:
             raise self._failure(f"committed more than {self._start.window} tokens beyond the durable ones")
         if commit.epoch != self._start.epoch:
             raise self._failure(f"committed under epoch {commit.epoch}, not {self._start.epoch}")
         try:
-            report = report_from_pb(commit.report)
+            return wire.commit_from_pb(commit)
         except InvalidRequest as error:
             raise self._failure(f"sent a malformed commit ({error})") from None
-        return ReceivedCommit(
-            epoch=commit.epoch,
-            position=commit.position,
-            tokens=tuple(commit.tokens),
-            gaps=tuple(commit.gaps),
-            logprobs=commit.logprobs,
-            digest=commit.digest,
-            report=report,
-            credits=tuple(
-                DrafterCredit(credit.drafter_id, credit.verified, credit.accepted, credit.alone)
-                for credit in commit.credits
-            ),
-        )
 
     def _translated(self, error: OutriderError) -> OutriderError:
         if isinstance(error, Moved):
@@ -230,21 +173,3 @@ class DecodeStream:
 
     def _failure(self, what: str) -> Unavailable:
         return Unavailable(f"verifier {self.worker.worker_id} at {self.worker.address} {what}; try again")
-
-
-def _start_to_pb(start: DecodeStart) -> verifier_pb2.DecodeStart:
-    return verifier_pb2.DecodeStart(
-        session_id=start.session_id,
-        tenant=start.tenant,
-        epoch=start.epoch,
-        model=start.model,
-        tokenizer_digest=start.tokenizer_digest,
-        tokens=start.tokens,
-        digest=start.digest,
-        answer_position=start.answer_position,
-        contract=contract_to_pb(start.contract),
-        plan=plan_to_pb(start.plan),
-        window=start.window,
-        lease_ms=round(start.lease_s * 1000),
-        trace=dict(trace_metadata()),
-    )

@@ -18,9 +18,9 @@ from outrider.errors import InternalError, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
-from outrider.v1 import verifier_pb2
-from outrider.wire.codec import plan_to_pb
+from outrider.wire import verifier as wire
 from outrider.wire.message_bounds import LONG, decode
+from outrider.wire.types import plan_to_pb
 
 HEARTBEATS_PER_LEASE = 4
 _DECODE = "/outrider.v1.Verifier/Decode"
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 class LinkedGeneration(Protocol):
     """What a link gives to a generation, which must not wait."""
 
-    def on_started(self, started: verifier_pb2.DecodeStarted) -> None:
+    def on_started(self, started: wire.DecodeStarted) -> None:
         """It has a slot."""
 
-    def on_commit(self, commit: verifier_pb2.DecodeCommit) -> None:
+    def on_commit(self, commit: wire.DecodeCommit) -> None:
         """It has new tokens."""
 
-    def on_ended(self, ended: verifier_pb2.DecodeEnded) -> None:
+    def on_ended(self, ended: wire.DecodeEnded) -> None:
         """It has ended at the verifier; nothing follows."""
 
     def on_failure(self, error: OutriderError) -> None:
@@ -57,18 +57,18 @@ class VerifierLink:
         self._lease_s = lease_s
         self._handles = itertools.count(1)
         self._generations: dict[int, LinkedGeneration] = {}
-        self._starts: dict[int, verifier_pb2.DecodeStart] = {}  # to be sent, as all below
+        self._starts: dict[int, wire.DecodeStart] = {}  # to be sent, as all below
         self._durable: dict[int, int] = {}
         self._plans: dict[int, Plan] = {}
         self._cancelled: list[int] = []
         self._wake = asyncio.Event()
-        decoded = partial(decode, verifier_pb2.DecodeResponse, LONG)
-        self._call = channel.stream_stream(_DECODE, verifier_pb2.DecodeRequest.SerializeToString, decoded)(None)
+        decoded = partial(decode, wire.DecodeResponse, LONG)
+        self._call = channel.stream_stream(_DECODE, wire.DecodeRequest.SerializeToString, decoded)(None)
         # Not read(): once a write has met the end of the call, read() skips the messages that are still unread.
         self._responses = liveness.monitored(aiter(self._call), f"verifier {worker.worker_id}")
         self._running = asyncio.create_task(self._run())
 
-    def begin(self, generation: LinkedGeneration, start: verifier_pb2.DecodeStart) -> int:
+    def begin(self, generation: LinkedGeneration, start: wire.DecodeStart) -> int:
         """Send a start, and give the generation what comes for it. Return its handle."""
         start.handle = handle = next(self._handles)
         self._generations[handle] = generation
@@ -158,14 +158,12 @@ class VerifierLink:
             log.exception("nothing more is sent to verifier %s", self._worker.worker_id)
             self._call.cancel()
 
-    def _take(self) -> verifier_pb2.DecodeRequest:
+    def _take(self) -> wire.DecodeRequest:
         """Return the next message: one start, because it may be long, and all else that is to be sent."""
-        request = verifier_pb2.DecodeRequest(
+        request = wire.DecodeRequest(
             acknowledged=self._durable.keys(),
             durable=self._durable.values(),
-            plans=[
-                verifier_pb2.PlanChange(handle=handle, plan=plan_to_pb(plan)) for handle, plan in self._plans.items()
-            ],
+            plans=[wire.PlanChange(handle=handle, plan=plan_to_pb(plan)) for handle, plan in self._plans.items()],
             cancelled=self._cancelled,
         )
         for sent in (self._durable, self._plans, self._cancelled):

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.decoding import DecodeStart
 from outrider.errors import InternalError, OutriderError, Overloaded, Stalled, Unavailable
 from outrider.rpc.tracing import client_span
 from router.counters.request_metrics import plan_attributes
 from router.requests.requests import check_fits
 from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
 from router.sessions.token_log import TokenLog
-from router.sessions.verifier_client import DecodeStart, DecodeStream
+from router.sessions.verifier_client import DecodeStream
 
 MAX_STALLS = 2  # after which a generation moves to another verifier
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
 from outrider.core.construction import CONSTRUCTIONS, Eagle2, KAry
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan, SentTerms
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.static_trees import depth_of, k_ary_shape
 from outrider.errors import ConfigError
 from tests.drafter.sessions.test_sampled_session import Rig as DrawnRig

@@ -13,12 +13,12 @@ import pytest
 
 import drafter_svc.scheduler as scheduling
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.growth import GrownLevel

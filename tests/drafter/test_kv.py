@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta
 from outrider.engine import executor
 from outrider.engine.interface.batch import Segment

@@ -9,12 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafter_svc.ngram_drafter import CHUNK, NgramScheduler
-from drafter_svc.sessions.mirror import MAX_QUEUED, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import MAX_QUEUED
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Contract, Grammar, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.token_tree import TokenTree
 from outrider.grammar.compiler import GrammarCompiler

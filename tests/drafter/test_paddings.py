@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
 from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
@@ -21,6 +20,7 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.session.contract import RULES, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.candidates import row_candidates

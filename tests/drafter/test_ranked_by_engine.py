@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import HostLogits, Logits, logits_rows

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.relay import Relay
-from drafter_svc.sessions.mirror import OWN, Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import OWN, Mirror
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
 from outrider.core.control.cost.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from drafter_svc.scheduler import DraftScheduler, ScheduledSession
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.committed_window import settled_prefix
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import HostLogits, Logits

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.translation import (
     BROKEN,
     CONTEXT,
@@ -29,6 +28,7 @@ from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.committed_window import settled_prefix
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.token_tree import TokenTree

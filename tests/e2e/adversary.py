@@ -11,7 +11,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from outrider.wire.codec import delta_to_pb
+from outrider.wire.drafter import delta_to_pb
 from tests.e2e.mini_router import ticket
 
 VOCABULARY = 4096

@@ -17,8 +17,8 @@ from outrider.store.redis.client import connect
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from outrider.wire.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.wire.tickets import Permit, TicketSigner
+from outrider.wire.types import contract_to_pb, plan_to_pb, report_from_pb
 
 SIGNERS: dict[str, TicketSigner] = {}  # by the address of a server whose cluster `trust` was given
 # With overlap time has no price: drafters draft however fast the target is.

@@ -11,7 +11,7 @@ from typing import Any
 import drafter_svc.upstreams.upstream
 from outrider.core.tree.delta import Delta
 from outrider.v1 import drafter_pb2 as pb
-from outrider.wire.codec import delta_to_pb
+from outrider.wire.drafter import delta_to_pb
 
 WANTED = 3777  # a token that the target of the tests chooses hardly ever
 

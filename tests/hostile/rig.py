@@ -15,7 +15,7 @@ from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.v1 import verifier_pb2
-from outrider.wire.codec import contract_to_pb, plan_to_pb
+from outrider.wire.types import contract_to_pb, plan_to_pb
 
 VOCABULARY = 131
 PROMPT = [5, 6, 7, 8]

@@ -25,7 +25,7 @@ from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY
 from outrider.store import acceptance_priors, keys, records, registry
 from outrider.store.redis.client import load_object
 from outrider.v1 import drafter_pb2
-from outrider.wire import codec, tickets
+from outrider.wire import drafter, tickets, types
 from router.api.auth import ApiKeyAuthenticator
 from router.counters.usage_stats import UsageStats
 from tests.hostile import frames
@@ -144,16 +144,16 @@ def taught(blob: bytes) -> None:
 
 
 DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple[type[Exception], ...]]] = {
-    "contracts": (frames.contracts, codec.contract_from_pb, (InvalidRequest,)),
-    "plans": (frames.plans, codec.plan_from_pb, (InvalidRequest,)),
+    "contracts": (frames.contracts, types.contract_from_pb, (InvalidRequest,)),
+    "plans": (frames.plans, types.plan_from_pb, (InvalidRequest,)),
     "reports": (
         frames.reports,
-        lambda report: UsageStats().observe(codec.report_from_pb(report), 1),
+        lambda report: UsageStats().observe(types.report_from_pb(report), 1),
         (InvalidRequest,),
     ),
-    "deltas": (frames.deltas(), lambda delta: codec.delta_from_pb(delta, VOCABULARY), (InvalidRequest,)),
-    "hints": (hints, lambda message: codec.hints_from_pb(message, VOCABULARY), (InvalidRequest,)),
-    "features": (st.binary(max_size=24), lambda data: codec.features_from_pb(data, 2), (InvalidRequest,)),
+    "deltas": (frames.deltas(), lambda delta: drafter.delta_from_pb(delta, VOCABULARY), (InvalidRequest,)),
+    "hints": (hints, lambda message: drafter.hints_from_pb(message, VOCABULARY), (InvalidRequest,)),
+    "features": (st.binary(max_size=24), lambda data: drafter.features_from_pb(data, 2), (InvalidRequest,)),
     "heartbeats": (frames.heartbeats, lambda beat: liveness.check_heartbeat(beat, "x"), ()),
     "tickets": (
         st.one_of(st.binary(max_size=80), signed),

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.control.arms.governor import Governor
@@ -33,6 +32,7 @@ from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.store.training_samples import TrainingSampleStore

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.v1 import drafter_pb2 as pb

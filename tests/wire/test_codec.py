@@ -16,7 +16,7 @@ from outrider.errors import InvalidRequest
 from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire import codec
+from outrider.wire import drafter, types
 
 contracts = st.builds(
     Contract,
@@ -49,7 +49,7 @@ plans = st.builds(
 reports = st.builds(
     StepReport,
     st.integers(0, 2**32 - 1),
-    *[st.integers(0, codec.MAX_DELTA_NODES)] * 2,
+    *[st.integers(0, drafter.MAX_DELTA_NODES)] * 2,
     *[st.integers(0, 2**32 - 1)] * 5,
 )
 
@@ -78,27 +78,27 @@ def deltas(draw: st.DrawFn) -> Delta:
     ids=lambda kind: kind.__name__,
 )
 def test_a_value_has_the_fields_of_its_message(kind: Any, message: Any) -> None:
-    assert set(codec._names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
+    assert set(types._names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
 
 
 @given(contracts, plans, reports)
 def test_contracts_plans_and_reports_round_trip(contract: Contract, plan: Plan, report: StepReport) -> None:
-    assert codec.contract_from_pb(codec.contract_to_pb(contract)) == contract
-    assert codec.plan_from_pb(codec.plan_to_pb(plan)) == plan
-    assert codec.report_from_pb(codec.report_to_pb(report)) == report
+    assert types.contract_from_pb(types.contract_to_pb(contract)) == contract
+    assert types.plan_from_pb(types.plan_to_pb(plan)) == plan
+    assert types.report_from_pb(types.report_to_pb(report)) == report
 
 
 @given(deltas())
 def test_deltas_round_trip_through_bytes(delta: Delta) -> None:
-    message = codec.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3)
-    assert codec.delta_from_pb(pb.TreeDelta.FromString(message.SerializeToString()), 4096) == delta
+    message = drafter.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3)
+    assert drafter.delta_from_pb(pb.TreeDelta.FromString(message.SerializeToString()), 4096) == delta
 
 
 def test_a_node_costs_about_four_bytes() -> None:
     def size(count: int) -> int:
         parents = tuple(max(0, identity - 3) for identity in range(1, count + 1))
         delta = Delta(5, 6, 1, parents, (3000,) * count, (-0.5,) * count)
-        return codec.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3).ByteSize()
+        return drafter.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3).ByteSize()
 
     assert (size(100) - size(20)) / 80 <= 4.1
 
@@ -119,7 +119,7 @@ FULL = Delta(
 
 
 def test_a_delta_s_message_has_every_field_of_it_and_whose_it_is() -> None:
-    message = codec.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3, exhausted=True)
+    message = drafter.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3, exhausted=True)
     assert message == pb.TreeDelta(
         attachment=2,
         epoch=1,
@@ -138,8 +138,8 @@ def test_a_delta_s_message_has_every_field_of_it_and_whose_it_is() -> None:
         rescore_version=9,
         span=b"s" * SPAN_BYTES,
     )
-    assert codec.delta_from_pb(message, 9) == FULL
-    assert not codec.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3).exhausted
+    assert drafter.delta_from_pb(message, 9) == FULL
+    assert not drafter.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3).exhausted
 
 
 def good() -> dict[str, Any]:
@@ -173,8 +173,8 @@ def drawn(**change: Any) -> dict[str, Any]:
 )
 def test_what_is_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> None:
     message = pb.TreeDelta(**(good() | change))
-    delta = codec.delta_from_pb(message, 10)
-    assert codec.delta_to_pb(delta, attachment=1, epoch=0, plan_version=0) == message
+    delta = drafter.delta_from_pb(message, 10)
+    assert drafter.delta_to_pb(delta, attachment=1, epoch=0, plan_version=0) == message
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_is_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> N
 )
 def test_a_malformed_delta_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        codec.delta_from_pb(pb.TreeDelta(**(good() | change)), 10)
+        drafter.delta_from_pb(pb.TreeDelta(**(good() | change)), 10)
     assert str(refusal.value) == problem
     assert refusal.value.field == problem.partition(":")[0]
 
@@ -213,24 +213,24 @@ def test_a_drawn_row_has_at_most_512_tokens() -> None:
     def row(count: int) -> pb.TreeDelta:
         return pb.TreeDelta(**good() | {"drawn": [pb.DrawnFrom(tokens=range(count), weights=[1] * count)]})
 
-    assert codec.delta_from_pb(row(512), 1000).drawn == (SparseRow((*range(512),), (1,) * 512),)
+    assert drafter.delta_from_pb(row(512), 1000).drawn == (SparseRow((*range(512),), (1,) * 512),)
     with pytest.raises(InvalidRequest, match="512"):
-        codec.delta_from_pb(row(513), 1000)
+        drafter.delta_from_pb(row(513), 1000)
 
 
 HINTS = Hints(5, (-1, 0, 1, -1), (7, 8, 9, 0), (-1 / 16, -0.5, -0.25, -2.0))
 
 
 def test_hints_survive_the_wire_and_name_their_attachment() -> None:
-    message = codec.hints_to_pb(HINTS, attachment=2, epoch=1)
+    message = drafter.hints_to_pb(HINTS, attachment=2, epoch=1)
     assert message == pb.Hints(
         attachment=2, epoch=1, root_position=5, parents=[0, 1, 1, 0], tokens=[7, 8, 9, 0], edges=b"\x01\x08\x04\x20"
     )
-    assert codec.hints_from_pb(message, 10) == HINTS
+    assert drafter.hints_from_pb(message, 10) == HINTS
 
 
 def test_there_may_be_as_many_hints_as_a_delta_has_nodes() -> None:
-    assert len(codec.hints_from_pb(pb.Hints(**many(1024)), 10).tokens) == 1024
+    assert len(drafter.hints_from_pb(pb.Hints(**many(1024)), 10).tokens) == 1024
 
 
 @pytest.mark.parametrize(
@@ -245,16 +245,16 @@ def test_there_may_be_as_many_hints_as_a_delta_has_nodes() -> None:
 )
 def test_malformed_hints_are_refused_with_the_reason(message: pb.Hints, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        codec.hints_from_pb(message, 10)
+        drafter.hints_from_pb(message, 10)
     assert str(refusal.value) == problem
 
 
 def test_features_are_rows_of_finite_little_endian_bfloat16() -> None:
-    rows = codec.features_from_pb(b"\x01\x00\x02\x01\x7f\x7f\x80\x3f", 2)  # 0x7F7F is the largest finite one
+    rows = drafter.features_from_pb(b"\x01\x00\x02\x01\x7f\x7f\x80\x3f", 2)  # 0x7F7F is the largest finite one
     assert rows.tolist() == [[0x0001, 0x0102], [0x7F7F, 0x3F80]]
-    assert codec.features_from_pb(b"", 2).shape == (0, 2)
-    assert codec.features_from_pb(b"", 0).size == 0
-    assert codec.features_from_pb(b"\x80\x3f" * 3, 1).shape == (3, 1)
+    assert drafter.features_from_pb(b"", 2).shape == (0, 2)
+    assert drafter.features_from_pb(b"", 0).size == 0
+    assert drafter.features_from_pb(b"\x80\x3f" * 3, 1).shape == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_features_are_rows_of_finite_little_endian_bfloat16() -> None:
 )
 def test_what_are_no_features_is_refused_with_the_reason(data: bytes, width: int, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        codec.features_from_pb(data, width)
+        drafter.features_from_pb(data, width)
     assert str(refusal.value) == problem
 
 
@@ -279,7 +279,7 @@ def test_what_are_no_features_is_refused_with_the_reason(data: bytes, width: int
     [(0, 4096), (1, 4096), (128, 4096), (129, 4064), (256, 2048), (2**18, 2), (2**19, 1), (2**20, 1)],
 )
 def test_a_part_of_a_snapshot_has_a_mebibyte_of_features_and_at_least_a_token(width: int, tokens: int) -> None:
-    assert codec.tokens_in_part(width) == tokens
+    assert drafter.tokens_in_part(width) == tokens
 
 
 @given(st.binary(max_size=200))
@@ -288,7 +288,7 @@ def test_arbitrary_bytes_are_refused_or_decoded_and_never_crash(data: bytes) -> 
     with suppress(DecodeError):  # gRPC answers it
         message.ParseFromString(data)
         with suppress(InvalidRequest):
-            delta = codec.delta_from_pb(message.delta, 4096)
+            delta = drafter.delta_from_pb(message.delta, 4096)
             assert len(delta.tokens) == len(delta.parents) == len(delta.edges)
             assert all(token < 4096 for token in delta.tokens)
 
@@ -318,7 +318,7 @@ def test_arbitrary_bytes_are_refused_or_decoded_and_never_crash(data: bytes) -> 
     ],
 )
 def test_an_absurd_contract_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
-    message = codec.contract_to_pb(Contract(seed=1, max_tokens=2))
+    message = types.contract_to_pb(Contract(seed=1, max_tokens=2))
     for name, value in change.items():
         if isinstance(value, list):
             getattr(message, name).extend(value)
@@ -327,19 +327,19 @@ def test_an_absurd_contract_is_refused_by_its_field(change: dict[str, Any], fiel
         else:
             setattr(message, name, value)
     with pytest.raises(InvalidRequest) as refusal:
-        codec.contract_from_pb(message)
+        types.contract_from_pb(message)
     assert refusal.value.field == field
 
 
 def test_an_absurd_plan_is_refused_by_its_field() -> None:
-    message = codec.plan_to_pb(Plan())
+    message = types.plan_to_pb(Plan())
     message.depth = 65
     with pytest.raises(InvalidRequest, match=r"plan\.depth"):
-        codec.plan_from_pb(message)
+        types.plan_from_pb(message)
 
 
 @pytest.mark.parametrize("field", ["accepted", "verified_depth"])
 def test_a_report_of_a_step_deeper_than_a_tree_can_be_is_refused(field: str) -> None:
-    assert getattr(codec.report_from_pb(types_pb2.StepReport(**{field: 1024})), field) == 1024
+    assert getattr(types.report_from_pb(types_pb2.StepReport(**{field: 1024})), field) == 1024
     with pytest.raises(InvalidRequest, match=r"^report: accepts \d+ nodes, at most 1024 can be$"):
-        codec.report_from_pb(types_pb2.StepReport(**{field: 1025}))
+        types.report_from_pb(types_pb2.StepReport(**{field: 1025}))

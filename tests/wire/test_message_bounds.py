@@ -12,7 +12,7 @@ from outrider.core.acceptance.draft_distribution import MAX_TOKENS
 from outrider.errors import InvalidRequest
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
-from outrider.wire.codec import MAX_DELTA_NODES, PART_BYTES, SNAPSHOT_TOKENS
+from outrider.wire.drafter import MAX_DELTA_NODES, PART_BYTES, SNAPSHOT_TOKENS
 from outrider.wire.message_bounds import (
     LONG,
     MAX_FIELDS,

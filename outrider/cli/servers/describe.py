@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outrider.engine.interface.engine import Engine
     from outrider.rpc.tls import Tls
-    from outrider.v1.verifier_pb2 import Control
+    from outrider.wire.verifier import Control
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
@@ -270,10 +270,10 @@ async def _server(address: str, tls: Tls | None) -> Rows:
 
 
 async def _verifier(channel: grpc.aio.Channel) -> Rows:
-    from outrider.v1 import types_pb2, verifier_pb2_grpc
+    from outrider.wire import verifier
 
-    stub = verifier_pb2_grpc.VerifierStub(channel)
-    it = await stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    stub = verifier.VerifierStub(channel)
+    it = await stub.Describe(verifier.DescribeRequest(), timeout=TIMEOUT_S)
     times = it.step_times
     costs = ", ".join(f"{cost.tokens}: {cost.microseconds / 1e3:.1f} ms" for cost in it.step_costs)
     return [
@@ -323,10 +323,10 @@ def _control(it: Control) -> Rows:
 
 
 async def _drafter(channel: grpc.aio.Channel) -> Rows:
-    from outrider.v1 import drafter_pb2_grpc, types_pb2
+    from outrider.wire import drafter
 
-    stub = drafter_pb2_grpc.DrafterStub(channel)
-    it = await stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    stub = drafter.DrafterStub(channel)
+    it = await stub.Describe(drafter.DescribeRequest(), timeout=TIMEOUT_S)
     return [
         ("drafter", it.worker_id),
         *_model(it.model, it),
@@ -342,11 +342,11 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
 async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Rows:
     from outrider.client._access import Access
     from outrider.client._connection import resolve
-    from outrider.v1 import inference_pb2, inference_pb2_grpc
+    from outrider.wire import inference
 
-    stub = inference_pb2_grpc.InferenceStub(channel)
+    stub = inference.InferenceStub(channel)
     metadata = Access.of(resolve(address, tls=secured or None)).metadata
-    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
+    models = (await stub.ListModels(inference.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
     facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
     for it in models:
         facts += _model(it.name, it)

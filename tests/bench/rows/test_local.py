@@ -12,11 +12,11 @@ import pytest_asyncio
 from bench.rows.local import LocalPair
 from bench.rows.requests import BenchRequest
 from bench.rows.row import Models, worker_row
-from drafter_svc.sessions.mirror import MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.control.depth.policies import FixedGamma
 from outrider.core.session.contract import Plan, StepReport
+from outrider.core.session.snapshot import MirrorUpdate
 from outrider.errors import ConfigError, InternalError
 from tests.e2e.tiny import make_tiny
 

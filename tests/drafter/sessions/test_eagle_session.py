@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.session import DrafterSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import FeatureRows, MirrorSnapshot
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.gpu.eagle.fed_eagle import FedEagle
 from outrider.engine.heads.config import Kind
@@ -23,7 +23,6 @@ from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import read_target_embeddings
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.engine.kv.kv_slots import KvSlots
-from outrider.wire.codec import FeatureRows
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads

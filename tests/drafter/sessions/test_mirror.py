@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import Mirror
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 
 TEXT = (3, 1, 4)
 PLAN = Plan(version=2, depth=4, nodes=8)

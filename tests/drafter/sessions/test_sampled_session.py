@@ -6,18 +6,18 @@ import math
 import numpy as np
 import pytest
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.sampled_tree import SampledTree
 from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape, size_of
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
-from outrider.wire.codec import delta_from_pb, delta_to_pb
+from outrider.wire.drafter import delta_from_pb, delta_to_pb
 from tests.core.acceptance.enumeration import shapes
 
 VOCABULARY = 30

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.topk_session import READ_AT_ONCE, TopKSession
 from outrider.core.construction import construction_of
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree

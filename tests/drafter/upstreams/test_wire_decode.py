@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from drafter_svc.ngram_drafter import NgramScheduler
-from drafter_svc.sessions.mirror import MirrorSnapshot
 from drafter_svc.sessions.sampled_session import SampledSession
 from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.upstream import Attachment
-from drafter_svc.upstreams.wire_decode import LARGEST_VOCABULARY, NO_FEATURES, PartialSnapshot, update_from_pb
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
 from outrider.v1 import drafter_pb2 as pb
-from outrider.wire.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
+from outrider.wire.drafter import LARGEST_VOCABULARY, NO_FEATURES, SNAPSHOT_TOKENS, PartialSnapshot, update_from_pb
+from outrider.wire.types import contract_to_pb, plan_to_pb
 
 OWN = 12  # ids of the drafter's model
 PLAN = Plan(version=1, depth=4, width=2, nodes=6)

@@ -19,7 +19,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from outrider.wire.codec import contract_to_pb, plan_to_pb
+from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described, ticket
 from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 

@@ -20,7 +20,7 @@ from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
-from outrider.wire.codec import plan_to_pb
+from outrider.wire.types import plan_to_pb
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
 from tests.e2e.protocol.upstreams import Copy, upstream_of

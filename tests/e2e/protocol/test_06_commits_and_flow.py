@@ -15,7 +15,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
-from outrider.wire.codec import plan_to_pb
+from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting, hello_to

@@ -23,8 +23,8 @@ from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.store.redis.client import connect
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire.codec import plan_to_pb
 from outrider.wire.tickets import Permit, TicketSigner
+from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SIGNERS, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to

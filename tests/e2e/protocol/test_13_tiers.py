@@ -12,8 +12,8 @@ from outrider.rpc.channels import open_channel
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
-from outrider.wire.codec import contract_to_pb
 from outrider.wire.tickets import Permit
+from outrider.wire.types import contract_to_pb
 from tests.e2e.mini_router import SIGNERS
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, delta, drafting

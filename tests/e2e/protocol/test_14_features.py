@@ -25,7 +25,7 @@ from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire.codec import features_from_pb
+from outrider.wire.drafter import features_from_pb
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import trust
 from tests.e2e.protocol.conftest import Text

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract, StepReport
+from outrider.core.session.decoding import ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import InternalError
 from outrider.limits.fair_turns import LoopTurns
 from router.counters.usage_stats import UsageStats
 from router.sessions.response import REPLAY_TOKENS, Response
-from router.sessions.verifier_client import ReceivedCommit
 from router.text.detokenizer import AnswerText, Detokenizer
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[3] / "models" / "target" / "tokenizer.json"))

@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 
 from outrider.core.session.contract import OFF, Contract
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.errors import Moved, Unavailable
 from outrider.rpc.server import serving
 from outrider.store.registry import Worker
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
-from router.sessions.verifier_client import DecodeIdle, DecodeStart, DecodeStream, ReceivedCommit
+from router.sessions.verifier_client import DecodeIdle, DecodeStream
 from router.sessions.verifier_link import VerifierLink
 from tests.router.fakes import FakeVerifier
 

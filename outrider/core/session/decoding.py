@@ -1,0 +1,48 @@
+"""What routers and verifiers tell one another of a generation: its start, its commits, its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.core.control.drafters.attribution import DrafterCredit
+from outrider.core.session.contract import Contract, Plan, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStart:
+    """What a verifier needs to begin."""
+
+    session_id: str
+    tenant: str
+    epoch: int
+    model: str
+    tokenizer_digest: bytes
+    tokens: tuple[int, ...]  # all tokens of the session so far
+    digest: int  # over the tokens
+    answer_position: int
+    contract: Contract
+    plan: Plan
+    window: int
+    lease_s: float
+    timeout_s: float | None  # until the deadline; None: no deadline
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedCommit:
+    """The target's next tokens, as one step committed them."""
+
+    epoch: int
+    position: int  # position of the first token
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]  # one for each token
+    logprobs: bytes  # as in outrider.core.sampling.logprobs; empty unless the contract asks for them
+    digest: int  # over the session with these tokens
+    report: StepReport
+    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, where there are several
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnd:
+    """The generation ended by its contract."""
+
+    stopped: bool  # True: by a stop id; False: by max_tokens
