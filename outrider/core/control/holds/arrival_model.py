@@ -1,7 +1,7 @@
-"""How long a verifier holds a step back for a better tree: as long as what comes is worth the time.
+"""Decides how long to delay a step for more draft nodes: while expected extra tokens outweigh the delay.
 
 All times are in seconds. An expected value is the number of tokens that a step over the tree is expected to commit. See
-docs/performance.md, "Who waits for whom".
+docs/control.md.
 """
 
 from __future__ import annotations
