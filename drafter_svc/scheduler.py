@@ -51,7 +51,7 @@ class ScheduledSession:
     """A session in the scheduler, and the upstream's messages since the last level."""
 
     kv_slot: AcquiredSlot
-    kv_scope: str  # within what its KV may be shared
+    kv_scope: str  # KV is shared only among sessions with the same value
     adapter: object | None = None  # of the model
     inbox: Inbox = field(default_factory=Inbox)
     session: DrafterSession | None = None
@@ -313,7 +313,7 @@ class DraftScheduler:
             session.sampler.grammar = self._grammars.known(grammar, answer, key.tenant)
 
     def _adapter_of(self, key: Attachment, contract: Contract) -> tuple[object | None, str]:
-        """Return the model's own adapter for a contract, once it is loaded, and within what KV may then be shared."""
+        """Return the model's own adapter for a contract, once it is loaded, and the scope of its KV."""
         if contract.adapter is None or self._adapters is None:
             return None, key.tenant
         loop = asyncio.get_running_loop()

@@ -51,7 +51,7 @@ class TranslatedSession:
 
 
 class Translator:
-    """Has a scheduler's interface, and has a scheduler draft; `send` receives the nodes in the target's tokens."""
+    """Wraps a scheduler for a drafter with another tokenizer; `send` receives the nodes in the target's tokens."""
 
     def __init__(
         self,

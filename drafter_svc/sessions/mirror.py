@@ -33,7 +33,7 @@ class MirrorSnapshot:
     known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
     vocabulary: int = 2**32  # ids that the target has
     unpadded_vocabulary: int = 2**32  # the target chooses only ids below it
-    representative: bool = True  # whether the target's contract is, where `contract` is a translation of it
+    representative: bool = True  # false if sampling could not be translated: statistics of this session do not count
 
 
 @dataclass(frozen=True, slots=True)

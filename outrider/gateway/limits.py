@@ -44,14 +44,14 @@ class RequestLimit:
 
 
 class TenantShares:
-    """What all running requests hold of one thing: at most `most`, and a tenant's no more than they leave free.
+    """Limits a resource to `most`; one tenant may hold at most what remains free.
 
     So a tenant alone may hold half, and there is always room for the next one. Where the router needs no keys all
     callers are one tenant, without a name, which may hold all.
     """
 
     def __init__(self, most: int, what: str, *, least: int = 0) -> None:
-        """`what`: the thing's name, for errors; `least`: so much a tenant may hold while it is there."""
+        """`what`: the resource's name, for errors; `least`: a tenant's guaranteed minimum, if available."""
         self._most = most
         self._what = what
         self._least = least
@@ -59,7 +59,7 @@ class TenantShares:
 
     @property
     def held(self) -> int:
-        """What all tenants hold."""
+        """The sum that all tenants hold."""
         return self._of_tenant.total()
 
     def most_of(self, tenant: str) -> int:
@@ -144,7 +144,7 @@ class HeldBody:
         self.size += size
 
     def copy(self, copies: int) -> None:
-        """Count the whole body so many times. Raises InvalidRequest, or Overloaded."""
+        """Charge the body's size `copies` times (n > 1). Raises InvalidRequest, or Overloaded."""
         if self.size * copies > self._most:
             most = self._most // self.size
             raise InvalidRequest("n", f"is {copies}, must be at most {most} for a request of {self.size} bytes")

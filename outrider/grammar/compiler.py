@@ -79,8 +79,7 @@ class GrammarCompiler:
         return self._place(compiled, answer)
 
     def known(self, grammar: Grammar, answer: Sequence[int] = (), tenant: str = "") -> GrammarPlace | None:
-        """Return a lenient place for a drafter, without waiting: None while the grammar is compiled, and if it cannot
-        be."""
+        """Return a lenient place for a drafter without blocking; None while compiling or if compilation failed."""
         try:
             compiled = self._find(grammar, tenant)
         except OutriderError:

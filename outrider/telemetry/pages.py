@@ -112,7 +112,7 @@ def _respond(start: StartResponse, status: str, content: PageContent) -> list[by
 
 
 class _PageServer(ThreadingWSGIServer):
-    """Serves each connection in a thread, so many at a time, and each for so long."""
+    """Serves each connection in its own thread; bounds their number and duration."""
 
     daemon_threads = True
 

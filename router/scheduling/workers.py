@@ -151,7 +151,7 @@ class WorkerPool:
     def rank_verifiers(self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], scope: str) -> list[Worker]:
         """Return verifiers in the order in which a session over these tokens is to try them; `holder` has its KV.
 
-        `scope`: within what its KV may be shared, as `Contract.kv_scope` returns it.
+        `scope`: KV is shared only among sessions with the same value; `Contract.kv_scope` returns it.
         """
         keys = prefix_keys(tokens, scope) if len(workers) > 1 else []
         return order_candidates([self._candidate(worker, holder, keys) for worker in workers], len(tokens))

@@ -90,7 +90,7 @@ class _Pass:
 
     segments: list[Segment]
     layers: _Layers
-    runs: list[Outputs]  # at least one, which may be empty
+    runs: list[Outputs]  # at least one run; a run may have no outputs
     heads: list[Head | None]  # of each run
 
 
@@ -437,7 +437,7 @@ class DeviceEngine(Engine):
         """
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
-        self._begun, self._taken = None, []  # what was begun may be of the same slots
+        self._begun, self._taken = None, []  # discard a pass started ahead: it may use these slots
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             for it in segments:
@@ -476,9 +476,9 @@ class DeviceEngine(Engine):
             self._begun.rows.pop(slot, None)
 
     def _prepare_following(self, rows: NextRows, before: PickedLogits) -> Callable[[], DeviceLogits] | None:
-        """Send what is known of the pass that follows. Returns what begins it; None where it cannot follow.
+        """Upload the next pass's inputs. Return a function that starts it, or None if it cannot be pipelined.
 
-        Its tokens are taken over on the device, where the pass before writes them.
+        Its tokens are taken over on the device, where this pass writes them.
         """
         choices, count = before.source.only_choices, len(rows.segments)
         if choices is None or count > OUTPUTS[-1] or (self._bounded and self._table.free < 2 * count):

@@ -71,6 +71,6 @@ def check_numbers(segments: Sequence[Segment], vocabulary: int, positions: int) 
         ([it.positions for it in segments], positions, f"a position outside 0 .. {positions - 1}"),
     ):
         numbers = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        if numbers.astype(np.int64, copy=False).view(np.uint64).max() >= limit:  # negative ones are large ones there
+        if numbers.astype(np.int64, copy=False).view(np.uint64).max() >= limit:  # negatives are huge as uint64
             bad = next(it for it, own in zip(segments, arrays, strict=True) if own.min() < 0 or own.max() >= limit)
             raise ValueError(f"segment of slot {bad.slot}: {problem}")

@@ -50,15 +50,15 @@ class Traits:
     eos_ids: tuple[int, ...]
     weight_bytes: int  # bytes that one rank reads in a pass
     kv_bytes: int  # of one rank, when all slots are full, or the bound on it
-    # Why it computes no trees, and continues slots only from their beginning or their end; "": it has no such limits.
+    # Reason why this engine cannot verify trees or rewind a slot; "" if it can.
     treeless: str = ""
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
-    restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
+    restricts: bool = False  # whether `sample` also applies filters; penalties only where two candidates are returned
     grows: bool = False  # whether `grow` runs several levels of trees in one call
-    apart: bool = False  # whether passes leave the processors to the host
+    apart: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     runs_on: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features

@@ -84,7 +84,7 @@ class TorchRanks:
             return torch.cat(parts, -1)
 
     def agree(self, own: bool) -> bool:
-        """Return whether all ranks say so."""
+        """Return whether `own` is true on every rank."""
         return all(bool(it) for it in self._exchange(torch.tensor([own])))
 
     def names(self, own: str) -> list[str]:

@@ -26,10 +26,10 @@ ROUNDING = 1e-5  # float32 sums of a few ranks in another order
 
 
 class Sums(Protocol):
-    """What a group of ranks has already."""
+    """The group operations that are used to set this up."""
 
     def agree(self, own: bool) -> bool:
-        """Return whether all ranks say so."""
+        """Return whether `own` is true on every rank."""
 
     def names(self, own: str) -> Sequence[str]:
         """Return the names of all ranks' machines."""
@@ -83,7 +83,7 @@ def find_symmetric_sums(
 
 
 def _are_right(sums: SymmetricSums, ranks: Sums, rank: int, device: torch.device) -> bool:
-    """Whether sums of several sizes are NCCL's."""
+    """Return whether our sums of several sizes are those of NCCL, up to rounding."""
     chance = torch.Generator(device).manual_seed(rank)
     right = True
     for count in CHECKED:

@@ -14,11 +14,11 @@ from outrider.core.stats import FadingRatio
 
 MEMORY = 0.97  # weight of the past at each plain step
 FADES_S = 20.0  # time in which the weight of a plain step falls to 1 / e
-LONGEST_S = 1.0  # a step counts as at most so long when others fade
-PRIOR_STEPS = 4.0  # plain steps that the sweep at start, or the nearest load, counts as
-LEAST_STEPS = 0.1  # the same for reading, of which the sweep shows less; and for both when all else has faded
+LONGEST_S = 1.0  # seconds; a longer step fades others as one of this length
+PRIOR_STEPS = 4.0  # weight of the sweep at start, or of the nearest load, in plain steps
+LEAST_STEPS = 0.1  # weight of the prior for prefill, in steps: the sweep measures it poorly; floor of both weights
 PRIOR_DEVIATION = 0.05  # relative standard deviation of a step's time that is assumed at first
-LEAST_FACTOR = 0.01  # of either kind of work, whatever steps have shown
+LEAST_FACTOR = 0.01  # floor of the factor of either kind of work
 MOST_DEVIATION = 2.0  # a step that takes longer than this multiple of the mean counts as this multiple
 CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie between the bounds
 

@@ -214,8 +214,8 @@ class Arrivals:
         return self._count == 0 and (self._waited or not self.learned or self._patterns.trials.due)
 
     def later(self, now: float, seconds: float, rate: float) -> bool:
-        """Whether a drafter that begins is better awaited after a step of so many seconds, where one is worth `rate`
-        tokens.
+        """Return whether to run a step of `seconds` first and wait for the starting drafter afterwards. A second is
+        worth `rate` tokens.
 
         It begins with the next commit, if none has been sent since it was wanted. If it reads, it goes on during the
         step: a wait before the step saves only what would be left of it when the delta comes, and that must be worth

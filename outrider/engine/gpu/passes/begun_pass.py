@@ -59,14 +59,14 @@ class NextRows:
 
 @dataclass(slots=True)
 class BegunPass:
-    """A pass that was begun."""
+    """A pass that was started ahead."""
 
     rows: dict[int, tuple[int, Segment, Draw]]  # by slot, of texts that have gone on since: row, segment, draw
     logits: DeviceLogits
 
     @classmethod
     def of(cls, following: NextRows, tokens: Sequence[int], logits: DeviceLogits) -> BegunPass:
-        """`tokens`: that the rows have."""
+        """`tokens`: one token for each row."""
         rows = {}
         for row, (it, draw, token) in enumerate(zip(following.segments, following.draws, tokens, strict=True)):
             rows[it.slot] = row, replace(it, tokens=np.array([token])), draw
