@@ -158,7 +158,7 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="[default: by the time, in bench/results]")
     ] = None,
 ) -> None:
-    """Run the benchmark. Prints the line of each point as soon as it is measured."""
+    """Run the benchmark. Print the line of each point as soon as it is measured."""
     import torch
 
     from bench.rows.rounds import RoundGrowth

@@ -103,7 +103,7 @@ def main(
     gpt_fast: Annotated[Path | None, typer.Option(help="A checkout of gpt-fast, measured beside plain steps.")] = None,
     within: Annotated[float, typer.Option(min=1, help="Seconds for all parts together.")] = 2700,
 ) -> None:
-    """Run the parts that have not passed yet. Ends with status 1 if one fails."""
+    """Run the parts that have not passed yet. End with status 1 if one fails."""
     known = {part.name: part for part in PARTS}
     if gpt_fast is not None:
         known |= {

@@ -74,7 +74,7 @@ class NgramScheduler:
             self._enqueue(key, member.inbox, update)
 
     def closed(self, key: Attachment) -> None:
-        """Ends a session. Its answer is given to the lookup's store."""
+        """End a session. Its answer is given to the lookup's store."""
         member = self.members.pop(key, None)
         if member is not None:
             member.close_grammar()
@@ -108,7 +108,7 @@ class NgramScheduler:
         return member.mirror is not None and member.mirror.worth_drafting and member.read < len(member.mirror.tokens)
 
     def _serve(self, key: Attachment, member: NgramMember) -> None:
-        """Applies messages, reads a chunk, and proposes once all of the text is read."""
+        """Apply messages, read a chunk, and propose once all of the text is read."""
         if not self._apply_inbox(key, member):
             return
         mirror, lookup = member.mirror, member.lookup
@@ -124,7 +124,7 @@ class NgramScheduler:
             self._send(key, delta, mirror.plan.version, True)
 
     def _apply_inbox(self, key: Attachment, member: NgramMember) -> bool:
-        """Applies messages. Returns False when the mirror differs from the upstream's copy: a snapshot is requested."""
+        """Apply messages. Return False when the mirror differs from the upstream's copy: a snapshot is requested."""
         while member.inbox:
             message = member.inbox.popleft()
             if isinstance(message, MirrorSnapshot):

@@ -31,7 +31,7 @@ FRESH_S = 24 * 3600
 
 
 def is_reachable(url: str, patience_s: float) -> bool:
-    """Whether an HTTP server answers, whatever its answer. Proxies are those of the environment."""
+    """Return whether an HTTP server answers, whatever its answer. Proxies are those of the environment."""
     answered = threading.Event()
 
     def call() -> None:

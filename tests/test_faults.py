@@ -71,7 +71,7 @@ async def closed(*writers: Writer) -> None:
 
 
 async def silent(waiting: Awaitable[object]) -> bool:
-    """Whether nothing comes of it for a while."""
+    """Return whether nothing comes of it for a while."""
     try:
         await asyncio.wait_for(waiting, QUIET_S)
     except TimeoutError:

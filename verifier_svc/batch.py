@@ -54,7 +54,7 @@ class SessionWork:
         return alone and self.chooses and self.end - self.start == 1
 
     def add(self, node: Node, score: float, rows: dict[Node, int]) -> None:
-        """Adds a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
+        """Add a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
         its row."""
         self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
         self.nodes.append(node)

@@ -52,7 +52,7 @@ def connect_ranks(
 ) -> Group:
     """Connect this rank to the others that share a model, and return the kind of group that the engine needs.
 
-    Waits for all ranks at `rendezvous`, an address of rank 0's host; see `SocketGroup`. Raises RankLost;
+    Wait for all ranks at `rendezvous`, an address of rank 0's host; see `SocketGroup`. Raises RankLost;
     CheckpointError; ConfigError where packages or the device are missing.
     """
     if is_compiled(folder, backend, device):

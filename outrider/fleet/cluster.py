@@ -81,7 +81,7 @@ class Cluster(ABC, Generic[ServerT]):
     async def misfits(self) -> list[str]:
         """Return a sentence for each drafter that can draft for no verifier.
 
-        Waits up to ANNOUNCED_S for workers to appear in the registry.
+        Wait up to ANNOUNCED_S for workers to appear in the registry.
         """
         names = {
             process.section.advertise or process.address: process.name

@@ -236,6 +236,6 @@ def _drawn_from_pb(message: drafter_pb2.DrawnFrom, vocabulary: int) -> SparseRow
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, field: str = "tokens") -> None:
-    """Raises InvalidRequest unless every id is below `vocabulary`."""
+    """Raise InvalidRequest unless every id is below `vocabulary`."""
     if tokens and max(tokens) >= vocabulary:
         raise InvalidRequest(field, f"token id {max(tokens)} is outside the vocabulary (0 to {vocabulary - 1})")

@@ -82,6 +82,6 @@ def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
 
 
 def check_heartbeat(heartbeat: types_pb2.Heartbeat, peer: str) -> None:
-    """Raises Stalled when the sender's step is stuck."""
+    """Raise Stalled when the sender's step is stuck."""
     if heartbeat.running_ms > STUCK_S * 1000:
         raise Stalled(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")

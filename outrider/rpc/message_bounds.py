@@ -87,9 +87,9 @@ class BoundedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 def more_fields_than(kind: Kind, most: int, data: bytes) -> bool:
-    """Whether a message, with the messages in it that may list others, has more than `most` fields.
+    """Return whether a message, with the messages in it that may list others, has more than `most` fields.
 
-    Looks at no more than `most` fields, whatever the length. Of bytes that do not parse the fields up to there count.
+    Look at no more than `most` fields, whatever the length. Of bytes that do not parse the fields up to there count.
     """
     fields, parts = 0, [(0, len(data), _listing_fields(kind))]
     try:
@@ -125,8 +125,8 @@ def _listing_fields(kind: Kind) -> dict[int, Kind]:
 
 @cache
 def _lists(kind: Kind) -> bool:
-    """Whether a message of this kind may list messages, strings or bytes, itself or in a message in it. Messages in one
-    `oneof` count as listed: each that takes another's place takes memory of its own."""
+    """Return whether a message of this kind may list messages, strings or bytes, itself or in a message in it. Messages
+    in one `oneof` count as listed: each that takes another's place takes memory of its own."""
     return kind is not None and any(
         _is_listed(field) or (field.message_type is not None and _lists(field.message_type)) for field in kind.fields
     )

@@ -86,7 +86,7 @@ async def serving(
     """Serve while the body runs, then drain.
 
     `register` adds its servicers to the given server and returns their full names, for example "outrider.v1.Verifier";
-    they get health checking and reflection. Yields the bound "host:port": the host of `listen`, with the port that was
+    they get health checking and reflection. Yield the bound "host:port": the host of `listen`, with the port that was
     taken if its own is 0. On exit the health turns to NOT_SERVING, new calls are refused, and running ones have
     `drain_s` seconds to end before they are cancelled; `begin_drain` is called in between, to make them end. gRPC
     counts a call as running until its peer has read how it ended: `drained` returns when the handlers that matter have

@@ -44,7 +44,7 @@ class ApiKey:
     expires: float | None  # None: does not expire
 
     def expired(self, now: float) -> bool:
-        """Whether the key has expired."""
+        """Return whether the key has expired."""
         return self.expires is not None and self.expires <= now
 
 

@@ -76,7 +76,7 @@ class Worker:
         return Origin(self.protocol, self.weights, self.dtype)
 
     def lets_draw(self, drafter_id: str) -> bool:
-        """Whether a verifier takes a drafter under a rule that draws from q."""
+        """Return whether a verifier takes a drafter under a rule that draws from q."""
         return self.trusts == "*" or drafter_id.rpartition("-")[0] in self.trusts.split()
 
 

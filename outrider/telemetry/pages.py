@@ -50,7 +50,7 @@ def json_page(figures: Callable[[], object]) -> Page:
 
 @contextmanager
 def serving(listen: str, registry: CollectorRegistry, pages: Mapping[str, Page]) -> Iterator[str]:
-    """Serve while the body runs. Yields the bound "host:port". Raises ConfigError."""
+    """Serve while the body runs. Yield the bound "host:port". Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     try:
         server = make_server(host.strip("[]"), int(port), _app(registry, pages), _PageServer, _Handler)

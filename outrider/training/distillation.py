@@ -136,7 +136,7 @@ class Training:
         return self._task.acceptance(self._plain.eval(), texts)
 
     def save(self) -> None:
-        """Measure, and save the training state and the student. Does nothing if this step was saved already."""
+        """Measure, and save the training state and the student. Do nothing if this step was saved already."""
         if self._saved_step == self._state.step:
             return
         self.measure()

@@ -56,7 +56,7 @@ class UpstreamOutbox:
         self._wake.set()
 
     def hold(self, attachment: int, held: bool) -> None:
-        """Holds an attachment's commits back, or releases them."""
+        """Hold an attachment's commits back, or release them."""
         if held:
             self._held.add(attachment)
         elif attachment in self._held:
@@ -64,7 +64,7 @@ class UpstreamOutbox:
             self._wake.set()
 
     def commit(self, commit: pb.Commit) -> bool:
-        """Queues a commit. Returns False when the drafter lags too far: it needs a snapshot."""
+        """Queues a commit. Return False when the drafter lags too far: it needs a snapshot."""
         if commit.tokens:
             self._hints.pop(commit.attachment, None)  # they belong to the previous root
         snapshot = self._snapshots.get(commit.attachment)
@@ -106,23 +106,23 @@ class UpstreamOutbox:
         self.queue_control(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
 
     def forget(self, attachment: int) -> None:
-        """Drops all that is queued for an attachment; nothing more is read of its session."""
+        """Drop all that is queued for an attachment; nothing more is read of its session."""
         for waiting in (self._commits, self._hints, self._snapshots):
             waiting.pop(attachment, None)
         self._held.discard(attachment)
 
     def end(self) -> None:
-        """Ends the stream: no further frame is written."""
+        """End the stream: no further frame is written."""
         self._ended = True
         self._wake.set()
 
     def finish(self) -> None:
-        """Ends the stream once all queued frames are written."""
+        """End the stream once all queued frames are written."""
         self._finishing = True
         self._wake.set()
 
     def check(self) -> None:
-        """Raises Overloaded when too many control frames are queued."""
+        """Raise Overloaded when too many control frames are queued."""
         if len(self._control) > CONTROL_FRAMES:
             raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
 

@@ -11,7 +11,7 @@ from outrider.v1 import drafter_pb2 as pb
 
 
 def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
-    """Yields a session's tokens committed by now, in parts, and the terms to draft under."""
+    """Yield a session's tokens committed by now, in parts, and the terms to draft under."""
     session = subscription.session
     tokens, digest = tuple(session.tokens), session.tree.digest
     fused = session.fused if subscription.wants_features else None

@@ -64,7 +64,7 @@ class ChatTemplate:
         self._turns = FairTurns(1, "the chat template")
 
     def check(self) -> None:
-        """Raises CheckpointError for a template that does not compile."""
+        """Raise CheckpointError for a template that does not compile."""
         try:
             self._thread.submit(self._start).result()
         except _TemplateError as error:

@@ -147,7 +147,7 @@ class DrafterSet:
         """Take a step: the tokens that it committed, the verifier's report, and each drafter's credits if there are
         several.
 
-        Starts a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
+        Start a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
         its tier is detached and serves other sessions; a tier without which the session is faster is left out.
         """
         now = time.monotonic()

@@ -97,7 +97,7 @@ class FairQueue(Generic[ItemT]):
         return sum(map(len, tenants.values())) if tenant is None else len(tenants.get(tenant, ()))
 
     def has_any(self, eligible: Callable[[AdmissionTicket], bool]) -> bool:
-        """Whether a request waits whose ticket is eligible."""
+        """Return whether a request waits whose ticket is eligible."""
         lines = (line for tenants in self._classes.values() for line in tenants.values())
         return any(eligible(line.waiting[0].ticket) for line in lines)
 

@@ -54,12 +54,12 @@ def _prefill_s(candidate: VerifierCandidate, tokens: int) -> float:
 
 
 def in_other_zone(zone: str, other: str) -> bool:
-    """Whether two zones differ; an empty zone is not known and differs from none."""
+    """Return whether two zones differ; an empty zone is not known and differs from none."""
     return bool(zone and other and zone != other)
 
 
 def should_rebalance(here: int, there: int, chance: float) -> bool:
-    """Whether a session should move from a drafter with `here` sessions to one with `there`.
+    """Return whether a session should move from a drafter with `here` sessions to one with `there`.
 
     Each session decides alone, with a `chance` drawn from 0 to 1, so that as many move as even the two out.
     """

@@ -321,7 +321,7 @@ async def _resumable(router: RouterContext, record: SessionRecord, generation: i
 
 
 def _check_same(found: SessionRecord, now: SessionRecord) -> None:
-    """Raises InvalidRequest if a later generation has begun since the session was found, NotFound if it was closed."""
+    """Raise InvalidRequest if a later generation has begun since the session was found, NotFound if it was closed."""
     if now.closed:
         raise NotFound(f"session {now.session_id} is closed")
     if now.generation > found.generation:

@@ -176,7 +176,7 @@ class Striker:
 
 
 def went_on(received: Received, at: float) -> bool:
-    """Whether a session has received tokens since, beyond what was under way; or has ended."""
+    """Return whether a session has received tokens since, beyond what was under way; or has ended."""
     return received.ended is not None or bool(received.times and received.times[-1] > at + UNDER_WAY_S)
 
 

@@ -65,7 +65,7 @@ def transform(sample: Sample, order: Floats | Tokens, v: Floats) -> Floats:
 
 
 def uniform(cells: Floats, count: int) -> float:
-    """Whether cell numbers 0 .. count - 1 are equally frequent."""
+    """Return whether cell numbers 0 .. count - 1 are equally frequent."""
     counts = np.bincount(cells.astype(np.int64).ravel(), minlength=count)
     return chi_square(counts, np.full(count, 1.0 / count))
 

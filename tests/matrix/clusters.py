@@ -168,7 +168,7 @@ class MatrixCluster:
         self._kill(self._first)
 
     async def restore(self) -> list[str]:
-        """Starts again what has ended, and waits until the routers see all of it. Returns the names of those that were
+        """Starts again what has ended, and waits until the routers see all of it. Return the names of those that were
         not killed."""
         killed, self._killed = self._killed, []
         for process in killed:

@@ -138,7 +138,7 @@ async def rig_sessions(rig: Rig) -> list[str]:
 
 
 async def leaseless(rig: Rig, session: str, within_s: float) -> None:
-    """Returns when no router owns the session any more."""
+    """Return when no router owns the session any more."""
     async with asyncio.timeout(within_s):
         while (await rig.sessions.get(session)).lease:
             await asyncio.sleep(0.01)

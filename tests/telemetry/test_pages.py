@@ -28,7 +28,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 
 def answered(address: tuple[str, int]) -> bool:
-    """Whether the page is served, and not the connection closed."""
+    """Return whether the page is served, and not the connection closed."""
     try:
         with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=20) as answer:
             return bool(answer.status == 200)

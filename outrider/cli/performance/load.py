@@ -78,7 +78,7 @@ class LoadResult:
 async def apply_load(
     client: AsyncClient, load: Load, *, speculation: Speculation = None, depth: int | None = None, model: str = ""
 ) -> LoadResult:
-    """Run the load and count its tokens. Requests that still run at the end are cancelled.
+    """Run the load and count its tokens. Request that still run at the end are cancelled.
 
     Raises the error of the first request that fails.
     """

@@ -193,7 +193,7 @@ class Sampler:
         return np.where(self.grammar.allowed(path)[: self._vocabulary], logits, np.float32(-np.inf))
 
     def _may_not_stop(self, path: Sequence[int]) -> bool:
-        """Whether `min_tokens` bans the stop ids."""
+        """Return whether `min_tokens` bans the stop ids."""
         return self._stops.size > 0 and self._length + len(path) < self._first_stop
 
     def _ending_id(self, grammar: GrammarState, path: Sequence[int]) -> int:

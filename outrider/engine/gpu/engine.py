@@ -398,7 +398,7 @@ class DeviceEngine(Engine):
         return (self._table.pages - self._table.free) * PAGE_ROWS * self.row_bytes
 
     def record(self) -> None:
-        """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds. An
+        """Record passes of all numbers of rows, so that none is recorded while texts wait. Take some seconds. An
         engine for adapters records them twice, with the adapters' kernels and without.
 
         The largest are first: smaller ones then fit into the memory that they share. All ranks of a group record at
@@ -512,7 +512,7 @@ class DeviceEngine(Engine):
     def _grow(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
         """Begin to run further levels. `choices`: the candidates of the first one, None if they are not together.
 
-        Returns what `TreeGrowth.add` does for each level.
+        Return what `TreeGrowth.add` does for each level.
         """
         if choices is None or not trees or not TreeGrowth.fits(trees):
             return []

@@ -183,7 +183,7 @@ class TreeGrowth:
 
     @staticmethod
     def fits(trees: Sequence[GrowingTree]) -> bool:
-        """Whether so many trees can grow in one call."""
+        """Return whether so many trees can grow in one call."""
         restricted = any(tree.draw.restriction is not None for tree in trees)
         return len(trees) * LEVEL_ROWS <= (RESTRICTED if restricted else LEVELS[-1])
 
@@ -254,7 +254,7 @@ class TreeGrowth:
         return self._replays[plan.rows]
 
     def add(self, choices: Tensor) -> Tensor:
-        """Take over the candidates of a level. Returns a copy of them, behind what its rows are: their parents' numbers
+        """Take over the candidates of a level. Return a copy of them, behind what its rows are: their parents' numbers
         and their tokens: [rows, 2 + 2 * candidates] float64.
         """
         self._choices[: len(choices)] = choices

@@ -115,7 +115,7 @@ class Engine(Traits, ABC):
     ) -> tuple[Logits, frozenset[int]]:
         """Run one pass as `sample` does for a verifier, and begin the one that follows, if it is wanted then.
 
-        Returns the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
+        Return the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
         that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
         a change of one of the slots those of this slot. Only for an engine that `runs_on`.
         """
@@ -126,7 +126,7 @@ class Engine(Traits, ABC):
     ) -> tuple[Logits, list[GrownLevel]]:
         """Run one pass as `sample` does for a drafter's candidates, and so many further levels of trees behind it.
 
-        `growths`: of each segment, None where it has no tree or does not grow. Returns the logits of the pass, and the
+        `growths`: of each segment, None where it has no tree or does not grow. Return the logits of the pass, and the
         levels, of those segments that grow; none where the engine cannot grow so many at once. Only for an engine that
         `grows`. Raises ValueError for levels that do not fit the slot.
         """

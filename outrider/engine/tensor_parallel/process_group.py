@@ -48,7 +48,7 @@ class TorchRanks:
     def __init__(
         self, rank: int, of: int, rendezvous: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT" on rank 0's host. Waits for all of them.
+        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT" on rank 0's host. Wait for all of them.
 
         `host`: the address at which the other ranks reach this one.
 

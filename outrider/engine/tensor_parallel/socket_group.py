@@ -59,7 +59,7 @@ class SocketGroup:
         timeout_s: float = TIMEOUT_S,
         rendezvous_s: float = RENDEZVOUS_S,
     ) -> None:
-        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT#SECRET" on rank 0's host. Waits for all of them.
+        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT#SECRET" on rank 0's host. Wait for all of them.
 
         `host`: the address at which the other ranks reach this one. Connections without the secret are refused.
 

@@ -49,7 +49,7 @@ class SymmetricSums:
         self._sum: Callable[[Tensor, str, str], Tensor] = torch.ops.symm_mem.one_shot_all_reduce
 
     def fits(self, part: Tensor) -> bool:
-        """Whether a part is small enough, and of a size that the kernel takes."""
+        """Return whether a part is small enough, and of a size that the kernel takes."""
         return part.numel() <= len(self._buffer) and part.numel() % ALIGNED == 0
 
     def all_reduce(self, part: Tensor) -> Tensor:

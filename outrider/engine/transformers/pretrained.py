@@ -55,7 +55,7 @@ class Pretrained:
 
     @classmethod
     def load(cls, path: Path, dtype: Dtype, shard: Shard) -> Pretrained:
-        """Load a model, or a rank's part of it. Runs no code of the checkpoint and reads no pickled weights.
+        """Load a model, or a rank's part of it. Run no code of the checkpoint and read no pickled weights.
 
         Raises CheckpointError for a checkpoint that transformers cannot load, ConfigError for a `dtype` that this
         machine does not support and for ranks that cannot share the model.

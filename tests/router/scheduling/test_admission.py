@@ -76,7 +76,7 @@ class Front:
 
 
 async def turn() -> None:
-    """Returns when every task that can go on has done so."""
+    """Return when every task that can go on has done so."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -179,12 +179,12 @@ class Steering:
 
 
 def _eligible(session: SteeredSession) -> bool:
-    """Whether the session may be drafted for, or not, as the arm wants it."""
+    """Return whether the session may be drafted for, or not, as the arm wants it."""
     return session.terms.plan.depth > 0 and not _forced(session)
 
 
 def _forced(session: SteeredSession) -> bool:
-    """Whether the session's plan decides how its drafters work."""
+    """Return whether the session's plan decides how its drafters work."""
     return session.terms.plan.depth > 0 and session.terms.plan.overlap in (Overlap.ALWAYS, Overlap.ROUNDS)
 
 

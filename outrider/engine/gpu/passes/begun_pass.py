@@ -52,7 +52,7 @@ class NextRows:
         return found if found.segments else None
 
     def all_end(self, tokens: Sequence[int], following: FollowingPass) -> bool:
-        """Whether all texts end with these tokens."""
+        """Return whether all texts end with these tokens."""
         ends = (following.stop_ids[source] or () for source in self.sources)
         return all(token in stop_ids for token, stop_ids in zip(tokens, ends, strict=True))
 
@@ -110,7 +110,7 @@ def chosen_tokens(logits: Logits, following: NextRows) -> list[int] | None:
 
 
 def _is_same(one: Segment, other: Segment) -> bool:
-    """Whether two segments have the same single row."""
+    """Return whether two segments have the same single row."""
     return (
         len(one.tokens) == 1
         and one.mask is None

@@ -159,7 +159,7 @@ def _adjusted(logits: Tensor, given: RestrictionInputs) -> Tensor:
 def _filtered(weights: Tensor, given: RestrictionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Apply top-k, top-p and min-p to log p: [rows, vocabulary].
 
-    Returns the best weights, -inf where a filter excludes them, their tokens, [rows, depth] each, and for which rows
+    Return the best weights, -inf where a filter excludes them, their tokens, [rows, depth] each, and for which rows
     this does not show what is kept: [rows].
     """
     vocabulary = weights.shape[1]
