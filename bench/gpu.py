@@ -68,7 +68,7 @@ class Point:
     tokens: int  # new tokens of each text, at least
     dtype: str
     parameters: int
-    step_bytes: int  # that a plain step must read
+    step_bytes: int  # bytes that a plain step must read
     copy_bytes_s: float  # bandwidth of a copy: bytes read and bytes written
     datasheet_bytes_s: float | None
     plain_step_ms: float

@@ -28,7 +28,7 @@ class NgramMember:
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has read
     answer_position: int = 0
-    grammar: GrammarState | None = None  # that of the contract, as soon as it is compiled
+    grammar: GrammarState | None = None  # state of the contract's grammar, as soon as it is compiled
     followed: int = 0  # tokens of the answer that the grammar's state is behind
 
     def close_grammar(self) -> None:

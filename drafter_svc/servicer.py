@@ -39,7 +39,7 @@ class Capacity:
     slots: int  # sessions at once
     parameters: int  # of its model; 0: there is no model
     trained_for: str = ""  # digest of the target that its model's card names; "": any
-    features: WantedFeatures = NO_FEATURES  # that its model drafts from
+    features: WantedFeatures = NO_FEATURES  # the features that its model drafts from
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):

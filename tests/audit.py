@@ -38,7 +38,7 @@ def is_reachable(url: str, patience_s: float) -> bool:
         try:
             urllib.request.urlopen(url, timeout=patience_s).close()
         except urllib.error.HTTPError:
-            pass  # that is an answer, too
+            pass  # an error is an answer, too
         except OSError:
             return
         answered.set()

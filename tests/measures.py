@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("outrider", "router", "verifier_svc", "drafter_svc")
 FILES_A_FOLDER, LINES_A_CLASS = 16, 250
 ROUTER = ("text", "scheduling", "speculation", "sessions", "reporting", "api")  # each may import those before it
-PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # whose underscore only sets them apart
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # their underscore only sets them apart
 
 # Each figure, what it may be today, and what it is to become.
 LIMITS = {

@@ -17,7 +17,7 @@ import pytest_asyncio
 from bench.faults import CHUNK, HELD, FaultProxy
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-QUIET_S = 0.15  # in which nothing must happen
+QUIET_S = 0.15  # time in which nothing must happen
 
 
 class Peer:

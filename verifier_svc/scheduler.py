@@ -60,7 +60,7 @@ FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: ove
 LEAST_SHARE = 4
 ID_CHARACTERS = 8  # of sessions that estimates() names
 MAX_LISTED = 200
-GRAMMARS_S = 0.01  # for which a step waits for grammars' processes
+GRAMMARS_S = 0.01  # seconds that a step waits for grammars' processes
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class StepScheduler:
         Wait until a session is ready, and then for as long as a better tree is worth more than the time.
         """
         waited, back_to_back = 0.0, bool(self._pass_ended)
-        incomplete: VerifierSession | None = None  # whose plan forbids a step over the tree that it has
+        incomplete: VerifierSession | None = None  # a session whose plan forbids a step over its present tree
         while True:
             await self._memory.prepare()
             self._changed.clear()

@@ -33,7 +33,7 @@ from verifier_svc.scheduler import PREFILL, StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
 MAX_WINDOW = 4096  # tokens beyond the durable position
-LEASE_MS = range(100, 600_001)  # that a router may request
+LEASE_MS = range(100, 600_001)  # leases that a router may request
 SLOT_S = 0.25  # how long a start waits for a slot: a session that has just ended releases its slot a moment later
 
 Requests = AsyncIterator[pb.DecodeRequest]

@@ -20,7 +20,7 @@ class StepFigures(NamedTuple):
     """What the spans of all sessions have in common."""
 
     began: float  # when the pass began, by time.monotonic
-    seconds: float  # that the pass took
+    seconds: float  # duration of the pass
     waited: float  # seconds for which the step was held back on purpose
     rows: int
     sessions: int

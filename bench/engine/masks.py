@@ -29,7 +29,7 @@ from outrider.core.session.contract import Grammar
 from outrider.grammar.compiler import GrammarCompiler
 
 VOCABULARY = 151_936  # of Qwen2.5 and Qwen3
-TEXT_BYTES = 60_000_000  # that the tokenizer is trained on
+TEXT_BYTES = 60_000_000  # size of the text that the tokenizer is trained on
 ANSWER = json.dumps(
     {
         "function": "add_one_and_two",

@@ -31,9 +31,9 @@ from outrider.v1 import drafter_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-OUTGOING_FRAMES = 4096  # that may be queued; an upstream that reads needs a handful
+OUTGOING_FRAMES = 4096  # most frames that may be queued; an upstream that reads needs a handful
 BATCH_BYTES = 2**20  # of deltas in one message, from which on the rest waits for the next
-LINGER_S = 0.002  # that a delta waits for those of the next levels, where these take less: a message costs as much
+LINGER_S = 0.002  # longest wait of a delta for those of the next levels, where these take less: a message costs as much
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0

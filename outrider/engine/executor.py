@@ -127,7 +127,7 @@ class Executor:
         if seconds.mean < INLINE_S and not copies:
             meanwhile()
             result = self._pass(seconds, changes, work)
-            await asyncio.sleep(0)  # for what has arrived meanwhile
+            await asyncio.sleep(0)  # lets changes in that have arrived meanwhile
             return result
         running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, seconds, changes, work)
         meanwhile()

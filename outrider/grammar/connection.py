@@ -47,7 +47,7 @@ class GrammarConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.failure: OutriderError | None = None  # why no more answers come
-        self.memory_kib = 0  # that the grammar takes
+        self.memory_kib = 0  # memory of the grammar
         self._fd = connection.detach()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)

@@ -34,7 +34,7 @@ class MessageBound(NamedTuple):
 
     size: int  # bytes
     fields: int = MAX_FIELDS
-    when: str = ""  # to which messages it applies; for the error
+    when: str = ""  # the messages to which it applies; for the error
 
     def check(self, kind: Kind, data: bytes) -> None:
         """Raise InvalidRequest for a message that would take far more memory than it has bytes, or has too many."""

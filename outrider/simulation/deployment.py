@@ -16,7 +16,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class DrafterKind(Section):
     """One kind of text: how often the target agrees with its drafters."""
 
-    name: str  # by which phases refer to the kind
+    name: str  # the name by which phases refer to the kind
     agreement: Share  # probability that the target's token is among a node's children, if there are enough of them
     ranks: tuple[Share, ...] = (0.80, 0.12, 0.05, 0.03)  # share of each child in that probability, best child first
     prompt: int = Field(default=64, ge=1)  # tokens

@@ -68,7 +68,7 @@ class Worker:
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
     dtype: str = ""  # type in which a verifier has its weights
-    protocol: int = PROTOCOL  # that it speaks; 0: an older version, which announces none
+    protocol: int = PROTOCOL  # the protocol that it speaks; 0: an older version, which announces none
 
     @property
     def origin(self) -> Origin:

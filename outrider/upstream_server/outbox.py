@@ -15,7 +15,7 @@ from outrider.rpc.message_bounds import MAX_TOGETHER
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
-CONTROL_FRAMES = 4096  # that may be queued; a drafter that reads needs a handful
+CONTROL_FRAMES = 4096  # most control frames that may be queued; a drafter that reads needs a handful
 BATCH_BYTES = 2**20  # of commits in one message, from which on the rest waits for the next
 
 Parts = Iterator[pb.Snapshot]

@@ -33,7 +33,7 @@ class TemplateMessage(NamedTuple):
 
     role: str
     content: str
-    tool_calls: tuple[Any, ...] = ()  # that the assistant made, in OpenAI's form, with arguments as objects
+    tool_calls: tuple[Any, ...] = ()  # calls that the assistant made, in OpenAI's form, with arguments as objects
     tool_call_id: str = ""  # of the call whose result it is
 
     @property

@@ -33,7 +33,7 @@ class StartedEvent:
     prompt_tokens: int
     cached_tokens: int
     forked_from: str
-    form: ModelForm  # in which the answer is written
+    form: ModelForm  # the form in which the answer is written
 
 
 @dataclass(frozen=True, slots=True)

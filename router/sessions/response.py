@@ -38,7 +38,7 @@ class ResponsePart:
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]  # one for each token; empty for tokens from the log
     logprobs: bytes  # as the log holds them; empty unless the contract asks for them
-    text: str  # that these tokens completed
+    text: str  # the text that these tokens completed
     text_offset: int  # characters of the response so far, this text included
 
     @property

@@ -59,7 +59,7 @@ class RouterContext:
     metrics: RouterMetrics
     adapters: AdapterDirectory
     clock: RedisClock
-    turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
+    turns: LoopTurns = field(default_factory=LoopTurns)  # turns at reading again from the log
 
     def owner(self) -> str:
         """Return a new name for one acquisition of a session."""

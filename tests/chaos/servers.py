@@ -169,7 +169,7 @@ class Reading:
 
     at: float  # monotonic
     session_id: str
-    tokens: int  # that the verifier read again; 0: it had them
+    tokens: int  # tokens that the verifier read again; 0: it had them
     seconds: float  # from asking the verifier to its first token
 
 

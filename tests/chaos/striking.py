@@ -30,7 +30,7 @@ class Struck:
     blow: Blow
     server: str
     at: float  # monotonic
-    sessions: list[Received]  # that depended on the server
+    sessions: list[Received]  # the sessions that depended on the server
     recoveries: list[float] = field(default_factory=list)  # s, from the blow to each one's next token
     read_again: list[float] = field(default_factory=list)  # s of these, from asking a verifier to its first token
     besides: list[float] = field(default_factory=list)  # s of each recovery that were not spent on that

@@ -28,7 +28,7 @@ LOSSLESS = [rule for rule in RULES if rule not in (*LOSSY, SHARED_NOISE)]
 AT_ONCE = 8
 LEVEL = 0.01
 RARELY = 1e-4  # the level where a run cannot be repeated: what is drawn there depends on what came in time
-SEED = 5  # of what the tests themselves draw
+SEED = 5  # seed of the draws of the tests themselves
 
 
 @pytest.fixture(scope="module")

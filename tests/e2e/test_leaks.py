@@ -54,7 +54,7 @@ async def short_lived() -> AsyncIterator[LocalCluster]:
     async with LocalCluster(config, forward=lambda name, line: print(name, line)) as running:
         yield running
     monkeypatch.undo()
-    os.rmdir(folder)  # which fails if a file was left
+    os.rmdir(folder)  # this fails if a file was left
 
 
 async def one_session(client: outrider.AsyncClient, stub: InferenceStub, way: int, seed: int) -> None:

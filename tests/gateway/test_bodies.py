@@ -37,7 +37,7 @@ def tool(parameters: str) -> str:
     return f'{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}'
 
 
-REFUSED = {  # by what is wrong: the body, and the field that the error names
+REFUSED = {  # the body, and the field that the error names, by what is wrong
     "tools": (filled(f'{{{MESSAGES},"tools":[', tool(DEEP), "]}"), "tools"),
     "wide-tools": (
         filled(f'{{{MESSAGES},"tools":[{{"type":"function","function":{{"name":"f","x":[', "{}", "]}}]}"),

@@ -39,7 +39,7 @@ RULE_FACTORS: Factors = {
     "answer": ("free", "JSON schema", "regex"),
     "adapting": ("no adapter", "adapter A"),
 }
-DRAFTING = "model"  # by which all are drafted
+DRAFTING = "model"  # all sessions have drafts by a model
 
 
 def all_rule_cells(seed: int) -> list[RuleCell]:

@@ -90,7 +90,7 @@ class SpeculatorProposer(HeadProposer):
         self._calibration = Calibration()
         self._shared: dict[tuple[str, str], tuple[list[DrafterFits], TrialGate]] = {}  # by rule and temperature bucket
         self._level_s = Ema(EMA_WEIGHT)  # time of one more level, on average; 0: not known
-        self._grown_s = Ema(EMA_WEIGHT)  # that of one that grows with the roots
+        self._grown_s = Ema(EMA_WEIGHT)  # average time of a level that grows with the roots
         self._round_s = Ema(EMA_WEIGHT)  # time of a round, for each session in it, on average
 
     def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:

@@ -103,7 +103,7 @@ class LookaheadProposer(NgramProposer):
         super().__init__(lookahead, calibration, allowance, public=True)
         self.lookahead = lookahead
         self.trial_gate = trial_gate
-        self.seconds = Ema(EMA_WEIGHT)  # that its window takes of a step outside the pass, on average
+        self.seconds = Ema(EMA_WEIGHT)  # average seconds that its window takes of a step outside the pass
 
     def make_room(self, tree: TokenTree) -> None:
         """Remove its earlier nodes: new ones are better than those it proposed before."""

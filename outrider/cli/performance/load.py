@@ -66,7 +66,7 @@ class LoadResult:
     """What a cluster generated under a load."""
 
     seconds: float
-    tokens: int = 0  # that arrived during the measurement
+    tokens: int = 0  # tokens that arrived during the measurement
     samples: list[Sample] = field(default_factory=list)  # the complete answers, those of the ramp included
 
     @property

@@ -110,7 +110,7 @@ class Contract:
     typical_epsilon: float = 0.09  # of typical acceptance: upper threshold
     typical_delta: float = 0.3  # of typical acceptance: factor of the entropy's threshold
     grammar: Grammar | None = None  # what the answer has to be; None: anything
-    adapter: Adapter | None = None  # that the target has for this session; None: the model as it is
+    adapter: Adapter | None = None  # the target's adapter for this session; None: the model as it is
     logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
 
     def __post_init__(self) -> None:

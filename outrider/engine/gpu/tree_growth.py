@@ -38,7 +38,7 @@ from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import BestTokens
 
 LEVELS = tuple(count for count in OUTPUTS if count % LEVEL_ROWS == 0)  # rows of a level, with padding
-MOST_TREES = LEVELS[-1] // LEVEL_ROWS  # that grow in one call
+MOST_TREES = LEVELS[-1] // LEVEL_ROWS  # most trees that grow in one call
 _LEVELS = MOST_LEVELS + 1  # with the first
 _KEY_STEP = signed(PHI)
 
@@ -149,7 +149,7 @@ class TreeGrowth:
         self._stop = fields[-1].stop
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         per_level = LEVEL_ROWS * CHILDREN
-        self._level = zeros(1)  # whose rows were run last
+        self._level = zeros(1)  # the level whose rows were run last
         self._log_scores = torch.zeros(rows, dtype=torch.float64, device=device)  # of those rows
         self._waiting = torch.zeros(trees, _LEVELS * per_level, dtype=torch.float64, device=device)
         self._tokens = zeros(trees, _LEVELS * per_level)  # of nodes that wait; by row and rank

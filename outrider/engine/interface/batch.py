@@ -25,7 +25,7 @@ class Segment:
     # Rows ascend along a path: an ancestor has a lower row than its descendants. None: a causal chain, m == n.
     mask: NDArray[np.bool_] | None = None
     wanted: int | None = None  # logits wanted for the last `wanted` rows; None: all; 0: none (a prefill chunk)
-    adapter: object | None = None  # that its rows have, from the engine's `load_adapter`; None: the model as it is
+    adapter: object | None = None  # adapter of its rows, from the engine's `load_adapter`; None: the model as it is
 
     @property
     def span(self) -> int:

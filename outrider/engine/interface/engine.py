@@ -53,7 +53,7 @@ class Traits:
     # Reason why this engine cannot verify trees or rewind a slot; "" if it can.
     treeless: str = ""
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
-    ranks: int = 1  # that share the model
+    ranks: int = 1  # number of ranks that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts: bool = False  # whether `sample` also applies filters; penalties only where two candidates are returned
@@ -61,9 +61,9 @@ class Traits:
     apart: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     runs_on: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
-    features: Features | None = None  # that passes return beside logits; None: no features
+    features: Features | None = None  # the features that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
-    adapter_bytes: int = 0  # that the weights of an adapter may have; 0: the engine has none
+    adapter_bytes: int = 0  # most bytes of an adapter's weights; 0: the engine has none
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
 
 

@@ -43,7 +43,7 @@ class _Peer(NamedTuple):
 
     connection: socket.socket
     rank: int
-    port: int  # on which it accepts connections
+    port: int  # the port on which it accepts connections
 
 
 class SocketGroup:

@@ -49,9 +49,9 @@ class Pretrained:
     eos_ids: tuple[int, ...]
     tokenizer_digest: bytes
     parameters: int
-    weight_bytes: int  # that one rank reads in a pass
+    weight_bytes: int  # bytes that one rank reads in a pass
     inputs: frozenset[str]  # parameters of its forward
-    attention: str  # that transformers chooses for it
+    attention: str  # the implementation that transformers chooses for it
 
     @classmethod
     def load(cls, path: Path, dtype: Dtype, shard: Shard) -> Pretrained:

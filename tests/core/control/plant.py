@@ -27,7 +27,7 @@ class Plant:
     seed: int = 0
     noise: float = 0.1  # relative deviation of a step's time
     reading_s: float = 0.01  # time that a drafter steals from the steps when it begins with a session
-    drift: float = 0.0  # by which the machine's speed wanders, as a share
+    drift: float = 0.0  # share by which the machine's speed wanders
     pinned: Arm | None = None
     now: float = 0.0
     steps: list[tuple[float, float, float]] = field(default_factory=list)  # (end, seconds, plain decoding's seconds)

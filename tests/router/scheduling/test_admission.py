@@ -636,7 +636,7 @@ async def test_how_long_a_place_is_kept_is_known_once_a_token_was_generated_in_i
     await turn()
     door.held["1"].spend(output=5)
     await door.held["1"].retake("all slots are in use")
-    door.held["1"].spend(prompt=9)  # that alone since it has the place
+    door.held["1"].spend(prompt=9)  # it has been alone since it has the place
     door.clock.now += 7
     door.held["1"].release()
     assert door.admission.residency["model"].wait_s(0, 1) is None

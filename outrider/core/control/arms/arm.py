@@ -7,7 +7,7 @@ from typing import NamedTuple
 from outrider.core.control.arms.overlap import OverlapMode
 from outrider.core.control.cost.plain_pace import StepWork
 
-MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # in which drafters draft
+MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # the modes in which drafters draft
 
 
 class VerifierLoad(NamedTuple):

@@ -26,9 +26,9 @@ CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie betw
 class StepWork(NamedTuple):
     """What a step did."""
 
-    sessions: int  # that decoded
+    sessions: int  # sessions that decoded
     read: int  # prompt tokens that it read beside
-    tokens: float  # that it committed, or is expected to, over all sessions
+    tokens: float  # tokens that it committed, or is expected to, over all sessions
 
 
 class PlainPace:

@@ -38,7 +38,7 @@ class AdapterShape:
     """What an engine's adapters are like."""
 
     config: ModelConfig  # of the complete model
-    shard: Shard  # of which the engine computes
+    shard: Shard  # the part of the model that the engine computes
     kept: Sequence[int]  # its layers
     form: AdapterForm
     most: int  # adapters that are held, for which memory is reserved

@@ -27,7 +27,7 @@ class NextRows:
     """The rows that may follow a pass of one row for each text."""
 
     sources: list[int]  # their texts' segments in the pass before
-    segments: list[Segment]  # whose tokens are not known yet
+    segments: list[Segment]  # segments without their tokens, which are not known yet
     draws: list[Draw]
 
     @classmethod

@@ -28,7 +28,7 @@ from outrider.engine.interface.batch import Segment
 
 ArrayT = TypeVar("ArrayT")
 
-FEWEST_MOVES, MOST_MOVES = 64, 256  # that a pass can begin with
+FEWEST_MOVES, MOST_MOVES = 64, 256  # bounds of the number of moves that a pass begins with
 _NO_DRAW = Draw(0, 0.0)  # of rows whose tokens are not chosen
 _COUNTED = np.arange(MOST_ROWS)
 
