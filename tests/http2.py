@@ -14,7 +14,7 @@ INITIAL_WINDOW_SIZE = 4
 
 
 class Http2Client:
-    """One connection, whose calls begin with a flow-control window of so many bytes."""
+    """One connection, whose calls begin with a flow-control window of a given size."""
 
     def __init__(self, address: str, *, window: int = 65535) -> None:
         self._address = address

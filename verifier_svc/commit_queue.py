@@ -42,7 +42,7 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         return self.durable + self._window
 
     def acknowledge(self, durable: int) -> None:
-        """Note that the router's log holds so many tokens."""
+        """Note that the router's log holds `durable` tokens."""
         self.durable = max(self.durable, durable)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class StepMetrics:
         self._wait.record(waited)
 
     def record_commit(self, report: StepReport, tokens: int, adapter: Adapter | None) -> None:
-        """Record a commit of so many tokens for one session, which has this adapter or none."""
+        """Record a commit of `tokens` tokens for one session, which has this adapter or none."""
         self.committed += tokens
         if adapter is not None:
             known = adapter.folder in self._adapted or len(self._adapted) < MAX_ADAPTERS

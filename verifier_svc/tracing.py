@@ -67,7 +67,7 @@ class TracedSteps:
         committed: int,
         accepted: int,
     ) -> None:
-        """Make the span of a step that committed so many tokens, of which `accepted` were drafted. `control`: see
+        """Make the span of a step that committed `tokens` tokens, of which `accepted` were drafted. `control`: see
         `Steering.attributes`."""
         held, verified, plan, tree = pending.held, pending.verified, session.terms.plan, session.tree
         drafted, unused, self._drafted, self._unused = self._drafted, self._unused, 0, 0

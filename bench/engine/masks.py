@@ -57,7 +57,7 @@ def sources() -> Iterator[str]:
 
 
 def make_tokenizer(vocabulary: int) -> Tokenizer:
-    """Train a byte-pair tokenizer with at most so many ids, 0 being the end of a text."""
+    """Train a byte-pair tokenizer with at most `vocabulary` ids, 0 being the end of a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

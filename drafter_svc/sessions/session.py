@@ -86,7 +86,7 @@ class DrafterSession(Mirror, ABC):
         return False
 
     def read_on(self, limit: int) -> int:
-        """Read at most so many more tokens. Return how many it read."""
+        """Read at most `limit` more tokens. Return how many it read."""
         return 0
 
     def drop_kv(self) -> bool:

@@ -107,7 +107,7 @@ class TopKSession(DrafterSession):
             return None  # the level after this one may make room
         width = min(self.construction.width(plan), CHILDREN)
         most = min(MOST_LEVELS if self.terms.time_price else beside, plan.depth - 1 - min(map(tree.depth, nodes)))
-        if not self.terms.ahead:  # a step has room for so many
+        if not self.terms.ahead:  # a step has room for no more
             most = min(most, -(-(plan.nodes - len(self._rows) - len(nodes)) // LEVEL_ROWS))
         levels, gain, kept = 0, self.gain(fits, nodes), fits.kept(width)
         while levels < most and (gain := gain * kept) > max(self.level_price, LOWEST_SCORE):

@@ -80,7 +80,7 @@ class TenantShares:
         self._of_tenant[tenant] += amount
 
     def release(self, tenant: str, amount: int) -> None:
-        """Count so much of a tenant no longer."""
+        """Count `amount` of a tenant no longer."""
         self._of_tenant[tenant] -= amount
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]

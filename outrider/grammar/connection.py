@@ -86,7 +86,7 @@ class GrammarConnection:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def wait(self, seconds: float | None, until: Callable[[], bool]) -> bool:
-        """Read answers until `until` returns true, or the process fails, at most so many seconds. Return whether it
+        """Read answers until `until` returns true, or the process fails, at most `seconds`. Return whether it
         does."""
         ends = None if seconds is None else time.monotonic() + seconds
         while not until() and self.failure is None:

@@ -12,8 +12,8 @@ REQUEST_BYTES = 6 * 2**20  # of a peer that calls: two million tokens, or a mebi
 MESSAGE_BYTES = 16 * 2**20  # far above our messages; bounds the memory that a peer can make us use
 
 LIVENESS: Options = (
-    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for so long gets a ping
-    ("grpc.keepalive_timeout_ms", 1_000),  # and counts as dead if it does not answer in so long
+    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for this time gets a ping
+    ("grpc.keepalive_timeout_ms", 1_000),  # and counts as dead if it does not answer within this time
     ("grpc.http2.ping_timeout_ms", 1_000),  # without it a frozen peer is noticed after 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

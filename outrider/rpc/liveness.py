@@ -11,8 +11,8 @@ from outrider.errors import Stalled, Unavailable
 from outrider.v1 import types_pb2
 
 HEARTBEAT_S = 0.5  # the longest silence of a live peer
-SILENCE_S = 2.5  # a peer that is silent for so long counts as dead
-STUCK_S = 30.0  # a step that runs for so long counts as stuck
+SILENCE_S = 2.5  # a peer that is silent for this time counts as dead
+STUCK_S = 30.0  # a step that runs for this time counts as stuck
 
 MessageT = TypeVar("MessageT")
 
@@ -72,7 +72,7 @@ async def monitored(
 
 
 def silent(peer: str, for_s: float) -> Stalled:
-    """Return the error for a peer that has been silent for so many seconds."""
+    """Return the error for a peer that has been silent for `for_s` seconds."""
     return Stalled(f"{peer} has been silent for {for_s:g} s; it is taken for dead")
 
 

@@ -21,7 +21,7 @@ from outrider.v1 import drafter_pb2, verifier_pb2
 
 MAX_FIELDS = 2**16  # of a message between parts; 1024 commits, deltas or plans together
 MAX_TOGETHER = 1024  # commits or deltas that are sent in one message
-UNCOUNTED_BYTES = 2**16  # a message of at most so many is decoded at once: it takes at most 6 MiB
+UNCOUNTED_BYTES = 2**16  # a message of at most this size is decoded at once: it takes at most 6 MiB
 _MAX_VARINT = 10  # bytes
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
@@ -105,7 +105,7 @@ def more_fields_than(kind: Kind, most: int, data: bytes) -> bool:
                         _, at = _varint(data, at)
                     case 1:  # eight bytes
                         at += 8
-                    case 2:  # a length and so many bytes
+                    case 2:  # a length and its bytes
                         size, at = _varint(data, at)
                         if (below := listing.get(tag >> 3)) is not None:
                             parts.append((at, min(at + size, end), _listing_fields(below)))

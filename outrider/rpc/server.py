@@ -34,7 +34,7 @@ _WATCHERS_S = 0.2  # how long watchers of the health have to read that the serve
 METADATA_BYTES = 16 * 2**10  # of a call; an API key has 52
 
 HANDSHAKE_MS = 10_000  # time for TLS and HTTP/2 to agree on a connection
-IDLE_MS = 600_000  # a caller's connection without a call is closed after so long
+IDLE_MS = 600_000  # a caller's connection without a call is closed after this time
 PING_STRIKES = 1000  # pings within half a second of another, without an answer in between, until a caller is cut off
 
 _SERVER: Options = (

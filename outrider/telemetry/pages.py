@@ -25,8 +25,8 @@ from outrider.telemetry.vllm_names import VllmNames
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-IDLE_TIMEOUT_S = 5.0  # idle connections are closed after so long
-CONNECTION_S = 10.0  # and any connection after so long, however slowly its client sends or reads
+IDLE_TIMEOUT_S = 5.0  # idle connections are closed after this time
+CONNECTION_S = 10.0  # and any connection after this time, however slowly its client sends or reads
 MAX_CONNECTIONS = 16  # at the same time, each with a thread; further ones are closed
 
 log = logging.getLogger(__name__)

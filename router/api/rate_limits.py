@@ -32,7 +32,7 @@ class ResidencyEma:
         self._seconds.observe(seconds)
 
     def wait_s(self, ahead: int, places: int) -> float | None:
-        """Return the expected wait in seconds for one of so many slots behind `ahead` others; None before the first
+        """Return the expected wait in seconds for one of `places` slots behind `ahead` others; None before the first
         measurement."""
         return (ahead + 1) * self._seconds.mean / max(1, places) if self._seconds.count else None
 

@@ -67,7 +67,7 @@ class TierWindow:
         self._last: float | None = None  # when the last step ended
 
     def observe(self, tokens: int, now: float, *, drafted: bool, resting: bool) -> None:
-        """Add a step that committed so many tokens, with or without drafts."""
+        """Add a step that committed `tokens` tokens, with or without drafts."""
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
         self._tried |= drafted

@@ -27,7 +27,7 @@ class VerifierCandidate(NamedTuple):
 
 
 def order_candidates(candidates: Sequence[VerifierCandidate], tokens: int) -> list[Worker]:
-    """Return the order in which a session of so many tokens tries verifiers: first the one that has its KV, then by
+    """Return the order in which a session of `tokens` tokens tries verifiers: first the one that has its KV, then by
     load, zone and the prefix shared with other texts there.
 
     A full verifier that has the KV comes first only while waiting for it takes less time than reading the tokens anew
@@ -48,7 +48,7 @@ def _cost(candidate: VerifierCandidate, tokens: int) -> float:
 
 
 def _prefill_s(candidate: VerifierCandidate, tokens: int) -> float:
-    """Return the seconds that the wait and the prefill of so many tokens take there; 0: not known."""
+    """Return the seconds that the wait and the prefill of `tokens` tokens take there; 0: not known."""
     unread = max(0, tokens - candidate.shared)
     return candidate.wait_s + (unread / candidate.worker.prefill if candidate.worker.prefill else 0.0)
 

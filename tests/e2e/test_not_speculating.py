@@ -88,7 +88,7 @@ async def status(cluster: LocalCluster, *drafters: DrafterConfig, tokens: int = 
 
 
 async def seen(client: outrider.AsyncClient, drafters: int) -> None:
-    """Waits until the router sees so many drafters, whatever they are for."""
+    """Waits until the router sees that number of drafters, whatever they are for."""
     async with asyncio.timeout(20):
         while True:
             (target,) = [model for model in await client.models() if model.name == "target"]

@@ -105,7 +105,7 @@ class Figures:
     late_mb: float
 
     def refused_within(self, share: int) -> float:
-        """Seconds within which so many of 100 refusals were answered."""
+        """Seconds within which `share` of 100 refusals were answered."""
         return quantiles(self.refusals, n=100)[share - 1]
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ DEEP = '{"a":' * 150 + "1" + "}" * 150
 
 
 def filled(head: str, unit: str, tail: str, most: int = 4 * MIB, count: int | None = None) -> bytes:
-    """A body of as many units as fit into the most bytes, or so many."""
+    """A body of as many units as fit into the most bytes, or of `count`."""
     room = (most - len(head) - len(tail)) // (len(unit) + 1)
     return (head + ",".join([unit] * (count or room)) + tail).encode()
 

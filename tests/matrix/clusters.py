@@ -29,7 +29,7 @@ from tests.engine.taught import greedy, taught_heads
 
 ADAPTERS = ("a", "b")
 SLOTS = 16  # of a worker: all streams of a cell, those of a killed verifier too
-LEASE_S = 2.0  # a router that is silent for so long is taken for dead
+LEASE_S = 2.0  # a router that is silent for this time is taken for dead
 READY_S = 30.0  # for the routers to see all workers
 PADDED = 4224  # ids of the padded drafter
 TAUGHT = 160  # tokens of the text that heads know

@@ -57,7 +57,7 @@ class Law:
     p: float  # of the hypothesis that they follow the target's law; 0 with a token that it does not allow
 
     def broken(self, cells: int) -> bool:
-        """Return whether the law is broken, at a level that holds for so many cells together."""
+        """Return whether the law is broken, at a level that holds for `cells` cells together."""
         return self.p * cells < LEVEL
 
 

@@ -104,7 +104,7 @@ class Judgement:
 
 
 def judge(jobs: int) -> Judgement:
-    """Makes the mutants in a copy of the repository and runs their tests, so many at a time."""
+    """Makes the mutants in a copy of the repository and runs their tests, `jobs` at a time."""
     with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as name:
         folder = Path(name).resolve()
         Copy(folder)

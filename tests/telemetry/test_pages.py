@@ -1,4 +1,4 @@
-"""The pages of a server take so many threads and so much time of a client, whatever it does."""
+"""The pages of a server take a bounded number of threads and a bounded time of a client, whatever it does."""
 
 from __future__ import annotations
 

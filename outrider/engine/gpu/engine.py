@@ -223,8 +223,8 @@ class DeviceEngine(Engine):
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
         `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
-        `adapters`: so many can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder of
-        EAGLE heads that are read, too, for `DeviceEagleDrafts`.
+        `adapters`: most that can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder
+        of EAGLE heads that are read, too, for `DeviceEagleDrafts`.
 
         Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
         type of weights that is not supported.

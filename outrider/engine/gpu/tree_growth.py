@@ -74,7 +74,7 @@ class GrowingTree:
         return found
 
     def check(self, levels: int, rows: int) -> None:
-        """Raise ValueError for what does not fit a slot of so many rows."""
+        """Raise ValueError for what does not fit a slot of `rows` rows."""
         growth, end = self.growth, self.segment.prefix + self.segment.span
         if not 1 <= levels <= MOST_LEVELS or end + levels * LEVEL_ROWS > rows:
             raise ValueError(f"segment of slot {self.segment.slot}: {levels} levels do not fit behind row {end}")
@@ -183,7 +183,7 @@ class TreeGrowth:
 
     @staticmethod
     def fits(trees: Sequence[GrowingTree]) -> bool:
-        """Return whether so many trees can grow in one call."""
+        """Return whether the trees can grow in one call."""
         restricted = any(tree.draw.restriction is not None for tree in trees)
         return len(trees) * LEVEL_ROWS <= (RESTRICTED if restricted else LEVELS[-1])
 

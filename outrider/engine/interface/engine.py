@@ -124,10 +124,10 @@ class Engine(Traits, ABC):
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
     ) -> tuple[Logits, list[GrownLevel]]:
-        """Run one pass as `sample` does for a drafter's candidates, and so many further levels of trees behind it.
+        """Run one pass as `sample` does for a drafter's candidates, and `levels` further levels of trees behind it.
 
         `growths`: of each segment, None where it has no tree or does not grow. Return the logits of the pass, and the
-        levels, of those segments that grow; none where the engine cannot grow so many at once. Only for an engine that
+        levels, of those segments that grow; none where the engine cannot grow them all at once. Only for an engine that
         `grows`. Raises ValueError for levels that do not fit the slot.
         """
         raise NotImplementedError

@@ -81,7 +81,7 @@ class AdapterOutbox:
         return number
 
     def wait(self, number: int, then_s: float) -> None:
-        """Wait until an adapter has been sent, and for so many seconds more.
+        """Wait until an adapter has been sent, and for `then_s` seconds more.
 
         Raises RankLost for a group that has ended. Raises Unavailable where no message takes a piece along any more;
         the adapter is dropped then.

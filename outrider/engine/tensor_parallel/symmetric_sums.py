@@ -19,7 +19,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 512 * 1024  # of a part; what is larger is NCCL's: each rank would read as often as there are ranks
+MOST_BYTES = 512 * 1024  # of a part; what is larger is NCCL's: each rank would read once for every rank
 ALIGNED = 4  # numbers; the kernel reads sixteen bytes at once
 CHECKED = (ALIGNED, 4096, MOST_BYTES // 4)  # numbers of the sums that are compared
 ROUNDING = 1e-5  # float32 sums of a few ranks in another order

@@ -41,7 +41,7 @@ class Plant:
         self.governor.begin(self.load)
 
     def run(self, seconds: float) -> Plant:
-        """Run steps for so many seconds."""
+        """Run steps for `seconds`."""
         until = self.now + seconds
         while self.now < until:
             self._step(self.governor.arm)
@@ -73,7 +73,7 @@ class Plant:
         return sum(plain for _, _, plain in within) / sum(seconds for _, seconds, _ in within)
 
     def worst_window(self, seconds: float = 10.0) -> float:
-        """Return the least `over_plain` of any window of so many seconds."""
+        """Return the least `over_plain` of any window of `seconds`."""
         worst, first, plain, took = math.inf, 0, 0.0, 0.0
         for _, lasted, decoded in self.steps:
             plain, took = plain + decoded, took + lasted

@@ -16,7 +16,7 @@ THREE = frozenset({0, 1, 2})
 
 
 def stretches(choice: TierSwitch, speeds: dict[frozenset[int], float], count: int) -> list[frozenset[int]]:
-    """The tiers of each of so many stretches of two seconds."""
+    """The tiers of each of `count` stretches of two seconds."""
     used = []
     for _ in range(count):
         now = choice.wanted(BOTH, greedy=False)

@@ -1,4 +1,4 @@
-"""Admission: as many as there are places, the right one next, and a quick no for what cannot be."""
+"""Admission: one for each place, the right one next, and a quick no for what cannot be."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def claim(
 
 
 class Front:
-    """An admission with so many places, and what it let in."""
+    """An admission with some places, and what it let in."""
 
     def __init__(self, places: int, **options: Any) -> None:
         self.places: int | None = places
@@ -383,7 +383,7 @@ async def problem(door: Front, name: str, wanted: AdmissionTicket) -> tuple[str,
 
 
 async def known_stay(door: Front, seconds: float) -> None:
-    """One request comes, has a token generated and leaves after so long."""
+    """One request comes, has a token generated and leaves after `seconds`."""
     door.come("measured", claim("measured"))
     await turn()
     door.held["measured"].spend(output=1)

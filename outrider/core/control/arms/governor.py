@@ -98,7 +98,7 @@ class Governor:
             governor.reconsider()
 
     def rates(self, sessions: int) -> tuple[float, float]:
-        """Return the tokens per second of so many sessions: plain, and in the best arm that drafts; 0 where none has
+        """Return the tokens per second of `sessions` sessions: plain, and in the best arm that drafts; 0 where none has
         been in force."""
         if self._present is None or (best := self._present.best_speedup) is None:
             return 0.0, 0.0

@@ -276,7 +276,7 @@ class _Record:
         self.interval = RETRY_S[0]
 
     def defeat(self, now: float, lost: float, lasted: float) -> None:
-        """Postpone the next trial, after one that lasted and lost so many seconds."""
+        """Postpone the next trial, after one that took `lasted` seconds and lost `lost`."""
         self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
         self.interval = min(RETRY_S[1], 2.0 * self.interval)
 
@@ -315,7 +315,7 @@ class _Running:
 
 
 def _distinct(sessions: int) -> Iterator[int]:
-    """Yield the denominators under which different numbers of so many sessions are drafted for."""
+    """Yield the denominators under which different numbers of the sessions are drafted for."""
     for denominator, larger in pairwise(DENOMINATORS):
         if -(-sessions // denominator) != -(-sessions // larger):
             yield denominator

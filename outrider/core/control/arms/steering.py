@@ -189,7 +189,7 @@ def _forced(session: SteeredSession) -> bool:
 
 
 def _first(sessions: Sequence[SessionT], wanted: int) -> Iterator[SessionT]:
-    """Yield so many sessions, those first that are drafted for now."""
+    """Yield `wanted` sessions, first those that are drafted for now."""
     drafted = [session for session in sessions if not session.terms.resting]
     yield from drafted[:wanted]
     resting = (session for session in sessions if session.terms.resting)

@@ -40,7 +40,7 @@ class CostModel:
         return self._table[tokens] if more <= 0 else self._table[-1] + self._larger * self._slope * more
 
     def overhead(self, sessions: int) -> float:
-        """Return the expected seconds of a step with so many sessions outside its pass and its waits."""
+        """Return the expected seconds of a step with `sessions` sessions outside its pass and its waits."""
         return self._overhead.at(sessions)
 
     def observe_overhead(self, sessions: int, seconds: float) -> None:

@@ -54,7 +54,7 @@ class PlainPace:
         return max(0.0, fit.seconds(modelled) - CONFIDENCE * fit.standard_error(modelled))
 
     def tokens_per_s(self, sessions: int) -> float:
-        """Return the tokens per second that plain decoding of so many sessions is expected to commit."""
+        """Return the tokens per second that plain decoding of `sessions` sessions is expected to commit."""
         return sessions / self.seconds(StepWork(sessions, 0, sessions))
 
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
@@ -138,7 +138,7 @@ class _Fit:
         return math.sqrt(self._variance.ratio * self._squares / self.steps * spread)
 
     def observe(self, modelled: _Parts, seconds: float, now: float) -> None:
-        """Add a step that ended at the time `now` and took so many seconds."""
+        """Add a step that ended at the time `now` and took `seconds`."""
         whole, expected = sum(modelled), self.seconds(modelled)
         x, y = modelled.decoding / whole, modelled.reading / whole
         off = (min(seconds, MOST_DEVIATION * expected) - expected) / whole

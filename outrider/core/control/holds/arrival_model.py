@@ -123,7 +123,7 @@ class ArrivalPatterns(NamedTuple):
         return cls(ArrivalPattern(), ArrivalPattern(), ArrivalPattern(), HoldTrials())
 
     def after(self, expected: float) -> ArrivalPattern:
-        """Return the pattern of deltas after a commit that leaves a tree of so many expected tokens."""
+        """Return the pattern of deltas after a commit that leaves a tree of `expected` tokens."""
         return self.kept if expected > 1.0 else self.fresh
 
     def estimates(self) -> dict[str, Any]:
