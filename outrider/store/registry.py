@@ -215,7 +215,7 @@ class ProcessorShare:
 
 
 async def _read_clock(client: Client, clock: RedisClock | None) -> None:
-    """Read Redis' clock. A worker whose user in Redis may not is announced all the same, and has its own clock."""
+    """Read Redis' clock. A worker whose user in Redis may not is announced nevertheless, and has its own clock."""
     if clock is not None:
         try:
             await clock.read(client)

@@ -73,8 +73,8 @@ class CallRates:
             self._addresses.take(address, 1.0)
 
     def count_call(self, tenant: str, method: str) -> bool:
-        """Count a tenant's call of a method of the Inference service. Return whether it is over its rate and served all
-        the same. Raises Overloaded.
+        """Count a tenant's call of a method of the Inference service. Return whether it is over its rate and served
+        nevertheless. Raises Overloaded.
 
         Calls of other kinds than generating and resuming have the same rate. Those that end something are always
         served, because what runs on would cost more; their rate is `ENDINGS_PER_S`, or the tenant's if that is more.

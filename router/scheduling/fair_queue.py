@@ -102,7 +102,7 @@ class FairQueue(Generic[ItemT]):
         return any(eligible(line.waiting[0].ticket) for line in lines)
 
     def count_ahead(self, ticket: AdmissionTicket) -> int:
-        """Return how many requests would go before another of that class and tenant if all tenants cost the same."""
+        """Return how many requests would go before another of that class and tenant if all tenants have equal costs."""
         first = sum(self.waiting(kind) for kind in QueueClass if kind < ticket.priority)
         line = self._classes[ticket.priority].get(ticket.tenant)
         turn = 0 if line is None else sum(one.finish <= line.finish(ticket) for one in line.waiting)

@@ -21,7 +21,7 @@ class Sample:
 
     tokens: Tokens  # [texts, length]
     law: Floats  # [texts, length, vocabulary]: p
-    draft: Floats  # the same: q, the law of the drafter
+    draft: Floats  # probabilities: q, of the drafter
     joint: Floats  # [vocabulary, vocabulary]: the law of the first two tokens together
 
 

@@ -68,7 +68,7 @@ def law(checkpoint: Path, texts: NDArray[np.int64], prompt: Sequence[int] = PROM
 
 
 async def answers_of(cluster: LocalCluster, count: int) -> list[outrider.Generation]:
-    """So many texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
+    """`count` texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
     room = asyncio.Semaphore(AT_ONCE)
     async with outrider.AsyncClient(cluster.router_address) as client:
 

@@ -49,7 +49,7 @@ class Checkpoints:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The same in the target's tokens."""
+        """The prompt in the target's tokens."""
         return Tokenizer.from_file(str(self.target / "tokenizer.json")).encode(self.prompt).ids
 
     @cached_property

@@ -55,7 +55,7 @@ MOVED_ON = ("only the latest", "a later generation has begun", "an earlier gener
 class World:
     """Two routers, the log, two verifiers, two drafters, and the clients.
 
-    `steady`: all verifiers generate the same; otherwise each has its own roundings, and what counts is the log.
+    `steady`: all verifiers generate the same text; otherwise each has its own roundings, and what counts is the log.
     """
 
     def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:

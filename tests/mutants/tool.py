@@ -8,7 +8,7 @@ there that run the changed function. One that hangs or crashes is found out like
     [[equivalent]]
     function = "TokenTree.graft"  # as among the hand-made ones
     before = "the changed line or lines, without what surrounds them"
-    after = ["the same with the change"]  # one text for each such mutant
+    after = ["those lines with the change"]  # one text for each such mutant
     reason = "Why no behaviour differs."
 
 They are left out of the score. An entry is refused where no mutant that survives has that text.

@@ -114,7 +114,7 @@ async def test_a_thread_that_waits_for_a_core_with_the_interpreters_lock_makes_n
 
 @on_linux
 async def test_a_busy_machine_makes_lag_and_no_stall() -> None:
-    """So many processes share this loop's core that what it does for 30 ms takes far longer."""
+    """Many processes share this loop's core, so what it does for 30 ms takes far longer."""
     core = min(os.sched_getaffinity(0))
     allowed = os.sched_getaffinity(0)
     neighbours = [multiprocessing.get_context("fork").Process(target=_share, args=(core, 1.5)) for _ in range(8)]

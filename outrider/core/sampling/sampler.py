@@ -85,7 +85,7 @@ class Sampler:
 
     @cached_property
     def _restricted(self) -> Draw:
-        """The same at every position; made when an engine asks for it."""
+        """The draw of every position; made when an engine asks for it."""
         restriction = Restriction.of(self.contract, self._vocabulary, self._first_stop, self._history)
         return Draw(self._base, self.contract.temperature, restriction)
 

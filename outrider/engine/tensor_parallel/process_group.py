@@ -29,7 +29,7 @@ from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.tensor_parallel.symmetric_sums import SymmetricSums, find_symmetric_sums
 
-TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
+TIMEOUT_S = 15.0  # for another rank to arrive at the same operation
 RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
 GATHER = timedelta(hours=1)  # for all ranks to have loaded
 POLL_S = 2e-5  # between two looks at a device

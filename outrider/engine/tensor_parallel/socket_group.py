@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.sharding import Shard
 
-TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
+TIMEOUT_S = 15.0  # for another rank to arrive at the same operation
 RENDEZVOUS_S = 120.0  # for all ranks to connect
 GATHER_S = 3600.0  # for all ranks to have loaded
 HELLO_S = 5.0  # for a new connection to send its hello

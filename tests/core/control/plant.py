@@ -20,7 +20,7 @@ Speedup = Callable[[Arm, float], float]  # speed under an arm, at a time in seco
 
 @dataclass
 class Plant:
-    """So many sessions, each of which commits one token a step, or with drafts one and a half more at the mean."""
+    """`sessions` sessions, each of which commits one token a step, or with drafts one and a half more at the mean."""
 
     sessions: int
     speedup: Speedup
