@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
-NATIVE := $(wildcard outrider/engine/cpu/src/*)
+NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu arm docs references recording screenshots lint audit manifests proto typescript clean
@@ -99,7 +99,7 @@ bench-gpu: $(STAMP)
 arm:
 	mkdir -p build
 	aarch64-linux-gnu-g++ -std=c++17 -O2 -ffp-contract=off -fno-math-errno -Wno-psabi -static -Ioutrider/engine/cpu/src \
-		tests/engine/cpu/kernels_agree.cpp outrider/engine/cpu/src/kernels*.cpp -o build/kernels_agree_arm
+		tests/engine/cpu/kernels_agree.cpp outrider/engine/cpu/src/kernels/*.cpp -o build/kernels_agree_arm
 	qemu-aarch64-static build/kernels_agree_arm
 
 # The pages of docs/, in site/: links that lead nowhere are errors. (With --quiet they would be none.)

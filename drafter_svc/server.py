@@ -18,8 +18,8 @@ from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
-from outrider.store.client import connect
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import connect
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import keep_announced
 from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions

@@ -14,13 +14,12 @@ from outrider.config import RouterConfig
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.rpc.server import ServerLimits, serving
 from outrider.rpc.supervision import supervising
-from outrider.rpc.tickets import TicketSigner
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import NamedAdapters
-from outrider.store.client import connect
 from outrider.store.keys import Keys
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import connect
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Registry
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
@@ -30,21 +29,22 @@ from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
-from router.api.adapters import AdapterDirectory
+from outrider.wire.tickets import TicketSigner
 from router.api.auth import ApiKeyAuthenticator, JudgedByKey, NoAuthentication
-from router.api.served_models import ServedModel, load_model
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
+from router.counters.request_metrics import RouterMetrics, mean
+from router.drafters.warm_start import WarmStart
 from router.reporting.dashboard import pages
-from router.reporting.request_metrics import RouterMetrics, mean
 from router.reporting.tree_view import TreeView
+from router.requests.served_models import ServedModel, load_model
+from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
+from router.sessions.sample_writer import SampleWriter
 from router.sessions.session_open import RouterContext
 from router.sessions.verifier_link import VerifierLinks
-from router.speculation.sample_writer import SampleWriter
-from router.speculation.warm_start import WarmStart
 
 REQUEST_MARGIN = 2**16  # bytes by which a message may be longer than `max_request_bytes`, to be refused by that name
 _CLEAN_UP_S = 5.0  # how long ended generations have for their last messages

@@ -11,8 +11,8 @@ import redis
 import redis.asyncio
 from hypothesis import Phase, settings
 
-from outrider.store.client import connect
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from tests.extended import Extended
 from tests.lanes import Durations, Lane
 from tests.skips import NoSkips

@@ -87,9 +87,9 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/hostile/test_fuzz.py",
     "tests/live/",
     "tests/model/test_mutants.py",
-    "tests/router/api/test_chat_template.py::"
+    "tests/router/requests/test_chat_template.py::"
     "test_a_template_that_does_not_compile_is_named_when_the_router_starts[{{ 7 **",
-    "tests/router/api/test_chat_template.py::test_no_template_can_hang",
+    "tests/router/requests/test_chat_template.py::test_no_template_can_hang",
     "tests/router/test_growth.py",
     "tests/router/test_slow_readers.py",
     "tests/simulation/test_cluster.py",

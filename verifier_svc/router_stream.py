@@ -17,14 +17,14 @@ from typing import Protocol
 from outrider.core.session.contract import Plan
 from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc import liveness
-from outrider.rpc.codec import plan_from_pb, report_to_pb
-from outrider.rpc.message_bounds import MAX_TOGETHER
 from outrider.rpc.status import error_to_pb
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.telemetry.logs import session_context
 from outrider.telemetry.tracing import Attributes
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
+from outrider.wire.codec import plan_from_pb, report_to_pb
+from outrider.wire.message_bounds import MAX_TOGETHER
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import SHUTTING_DOWN, StepScheduler
 from verifier_svc.session import VerifierSession

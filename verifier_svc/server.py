@@ -31,8 +31,8 @@ from outrider.rpc.drafter_ids import UNNAMED
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
-from outrider.store.client import connect
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import connect
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Worker, keep_announced
 from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric

@@ -21,12 +21,12 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.offload import offload_if_long
-from outrider.rpc.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
 from outrider.telemetry.tracing import Attributes
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.v1 import types_pb2, verifier_pb2_grpc
 from outrider.v1 import verifier_pb2 as pb
+from outrider.wire.codec import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from verifier_svc.adapters import AdapterStore
 from verifier_svc.router_stream import RouterStream
 from verifier_svc.scheduler import PREFILL, StepScheduler

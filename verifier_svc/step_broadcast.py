@@ -8,9 +8,9 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
-from outrider.rpc.codec import plan_to_pb, report_to_pb
 from outrider.upstream_server.upstream_session import UpstreamSession
 from outrider.v1 import types_pb2
+from outrider.wire.codec import plan_to_pb, report_to_pb
 
 
 def step_tree(

@@ -39,7 +39,7 @@ from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.fleet.children import Child
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process, Role
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 
 TARGET, DRAFTER = ROOT / "models" / "target", ROOT / "models" / "drafter"
 DEPTH, WIDTH, NODES = 4, 2, 8

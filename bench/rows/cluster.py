@@ -19,7 +19,7 @@ from outrider.config import ClusterConfig, RedisConfig
 from outrider.core.session.contract import SHARED_NOISE, RuleName
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.v1 import types_pb2
 from outrider.v1.verifier_pb2 import VerifierDescription
 from outrider.v1.verifier_pb2_grpc import VerifierStub

@@ -11,7 +11,7 @@ from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.rpc.codec import FeatureRows
+from outrider.wire.codec import FeatureRows
 
 OWN = 0  # the drafter's key as a sender in its own tree
 MAX_QUEUED = 1024  # messages of a session that may be queued; about a hundred come in a second

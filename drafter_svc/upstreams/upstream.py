@@ -21,13 +21,13 @@ from outrider.core.tree.delta import Delta, Hints
 from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import delta_to_pb, hints_from_pb
 from outrider.rpc.lifecycle import task_group
-from outrider.rpc.message_bounds import LONG, MAX_TOGETHER, decode
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import delta_to_pb, hints_from_pb
+from outrider.wire.message_bounds import LONG, MAX_TOGETHER, decode
 
 log = logging.getLogger(__name__)
 

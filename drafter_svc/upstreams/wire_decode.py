@@ -11,7 +11,8 @@ from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.committed_window import ALIAS_SPAN, settled_prefix
 from outrider.errors import InvalidRequest
-from outrider.rpc.codec import (
+from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import (
     SNAPSHOT_FEATURES,
     SNAPSHOT_TOKENS,
     FeatureRows,
@@ -21,7 +22,6 @@ from outrider.rpc.codec import (
     plan_from_pb,
     sent_terms_of,
 )
-from outrider.v1 import drafter_pb2 as pb
 
 LARGEST_SNAPSHOT = 2**20  # tokens
 LARGEST_VOCABULARY = 2**31 - 1  # ids of a target; indices and engines hold tokens in signed 32-bit integers

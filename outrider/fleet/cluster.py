@@ -22,11 +22,11 @@ from outrider.errors import ConfigError
 from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
-from outrider.store.acl import AclRole
-from outrider.store.client import connect
 from outrider.store.compatibility import incompatible_drafters
-from outrider.store.embedded import EmbeddedRedis
 from outrider.store.keys import Keys
+from outrider.store.redis.acl import AclRole
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.registry import Registry
 
 REGISTER_S = 30.0  # timeout for the workers' heartbeats to arrive

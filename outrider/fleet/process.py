@@ -17,7 +17,7 @@ from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
-from outrider.store.acl import PASSWORD as REDIS_PASSWORD
+from outrider.store.redis.acl import PASSWORD as REDIS_PASSWORD
 
 Role = Literal["router", "verifier", "drafter", "gateway"]
 

@@ -18,7 +18,7 @@ from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.cluster import Cluster
 from outrider.fleet.process import GRACE_S, Process, Role, start_limit
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 
 MAX_LINES = 4096  # of a server's log that wait to be read
 LOST = -1  # exit status of a server whose node is lost

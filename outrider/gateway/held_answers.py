@@ -16,8 +16,8 @@ from outrider.config import GatewayConfig
 from outrider.errors import InvalidRequest
 from outrider.gateway import serialize
 from outrider.gateway.keys import TENANT
-from outrider.gateway.limits import TenantShares
 from outrider.gateway.schema import ResponseTerms
+from outrider.limits.tenant_shares import TenantShares
 
 OF_BODIES = 4  # answers may hold this many times the bytes of all bodies
 ROW_BYTES = 64  # of a token with its log-probability

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.gateway.errors import response
-from outrider.rpc.slow_refusals import SlowRefusals
+from outrider.limits.slow_refusals import SlowRefusals
 
 HEALTH = "/health"  # the only path that needs no key
 TENANT = "outrider.tenant"  # key in a request's scope: the tenant of its key; empty where the router needs no keys

@@ -17,11 +17,11 @@ import uvicorn
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
 from outrider.gateway.app import make_app
-from outrider.gateway.connections import BoundedConnection
-from outrider.gateway.https import NO_PASSWORD, PresentCertificate
 from outrider.gateway.metrics import GatewayMetrics
-from outrider.gateway.tls_connections import TlsConnections
 from outrider.gateway.traces import OwnTraces
+from outrider.gateway.transport.connections import BoundedConnection
+from outrider.gateway.transport.https import NO_PASSWORD, PresentCertificate
+from outrider.gateway.transport.tls_connections import TlsConnections
 from outrider.rpc.certificate_expiry import CertificateExpiry
 
 POLL_S = 0.2  # between two checks of the open connections during shutdown

@@ -5,11 +5,9 @@ from __future__ import annotations
 import grpc.aio
 
 from outrider.rpc.tls import Tls
+from outrider.wire.message_bounds import MESSAGE_BYTES
 
 Options = tuple[tuple[str, int | str], ...]
-
-REQUEST_BYTES = 6 * 2**20  # of a peer that calls: two million tokens, or a mebibyte of deltas and 1024 distributions
-MESSAGE_BYTES = 16 * 2**20  # far above our messages; bounds the memory that a peer can make us use
 
 LIVENESS: Options = (
     ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for this time gets a ping

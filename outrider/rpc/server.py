@@ -19,11 +19,11 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import ConfigError
 from outrider.rpc.authorization import JudgedByRole, JudgedCalls
 from outrider.rpc.certificate_expiry import CertificateExpiry
-from outrider.rpc.channels import LIVENESS, REQUEST_BYTES, Options
-from outrider.rpc.message_bounds import BoundedRequests
+from outrider.rpc.channels import LIVENESS, Options
 from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import Tls
 from outrider.telemetry.metrics import register_metric
+from outrider.wire.message_bounds import REQUEST_BYTES, BoundedRequests
 
 Health: TypeAlias = health.HealthServicer
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.core.control.depth.acceptance_stats import AcceptanceCounts
 from outrider.core.control.depth.goodput import AcceptancePriors
-from outrider.store.client import Client, redis_errors
+from outrider.store.redis.client import Client, redis_errors
 
 MAX_STEPS = 5_000.0  # steps that are remembered; older ones fade
 TTL_S = 30 * 24 * 3600

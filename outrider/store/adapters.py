@@ -11,8 +11,8 @@ from typing import Any
 
 from outrider.core.session.contract import Adapter
 from outrider.errors import Overloaded
-from outrider.store.client import Client, decoding, load_object, redis_errors
 from outrider.store.names import NAME, check_name
+from outrider.store.redis.client import Client, decoding, load_object, redis_errors
 
 MOST = 1024  # adapters of an owner
 ALL = "*"  # the owner of what all tenants may name

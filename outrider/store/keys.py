@@ -17,11 +17,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InvalidRequest, NotFound, Unauthenticated
-from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.store.names import check_name
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import Client, decoding, load_object, redis_errors
+from outrider.store.redis.redis_clock import RedisClock
 
 PREFIX = "outrider_"  # lets scanners for secrets recognize a key
 KEY_BYTES = 32

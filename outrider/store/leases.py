@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from outrider.store.client import Client, decoding, redis_errors
+from outrider.store.redis.client import Client, decoding, redis_errors
 
 MAX_DUE = 4096  # entries checked in one sweep; the others wait for the next one
 MAX_ENDED = 16384  # ended entries that are remembered; beyond that the oldest are removed when they are due
@@ -104,4 +104,4 @@ class Leases:
 
 
 def _source(script: str) -> str:
-    return (files("outrider.store") / f"leases_{script}.lua").read_text(encoding="utf-8")
+    return (files("outrider.store") / f"scripts/leases_{script}.lua").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from outrider.core.session.contract import OFF, Adapter, Contract, Grammar, Plan
 from outrider.core.session.digest import EMPTY
 from outrider.core.session.protocol import Origin
 from outrider.errors import InternalError
-from outrider.store.client import decoding, load_object
+from outrider.store.redis.client import decoding, load_object
 
 TOKEN_BYTES = 4
 

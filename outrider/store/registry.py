@@ -24,8 +24,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from outrider.core.session.protocol import PROTOCOL, Origin
 from outrider.errors import InternalError, Unavailable
-from outrider.store.client import Client, connect, load_object, redis_errors
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import Client, connect, load_object, redis_errors
+from outrider.store.redis.redis_clock import RedisClock
 
 TOP = -1  # the tier above all drafters: the verifiers
 Role = Literal["verifier", "drafter"]

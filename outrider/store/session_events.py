@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import Unavailable
-from outrider.store.client import Client, address_of, redis_errors
+from outrider.store.redis.client import Client, address_of, redis_errors
 
 CHANNEL = "outrider:session-events"
 PING_S = 10.0  # how long the channel is quiet before the connection is tried

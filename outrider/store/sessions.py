@@ -26,8 +26,6 @@ from outrider.core.session.digest import EMPTY
 from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
-from outrider.store.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
-from outrider.store.group_commit import GroupCommit, script_for_many
 from outrider.store.leases import Lease, Leases
 from outrider.store.log_recovery import missing_entries, restored_record
 from outrider.store.records import (
@@ -43,6 +41,8 @@ from outrider.store.records import (
     stride,
     unpack,
 )
+from outrider.store.redis.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
+from outrider.store.redis.group_commit import GroupCommit, script_for_many
 
 __all__ = [
     "ABANDONED",
@@ -451,7 +451,7 @@ def _claimant(blob: bytes, fingerprint: bytes) -> str:
 
 
 def _source(script: str) -> str:
-    return (files("outrider.store") / f"{script}.lua").read_text(encoding="utf-8")
+    return (files("outrider.store") / f"scripts/{script}.lua").read_text(encoding="utf-8")
 
 
 def _record_key(session_id: str) -> str:

@@ -20,8 +20,8 @@ from redis.asyncio import RedisCluster
 
 from outrider.core.sampling.logprobs import stride
 from outrider.errors import Overloaded
-from outrider.store.client import Client, redis_errors
 from outrider.store.records import SessionTurn
+from outrider.store.redis.client import Client, redis_errors
 
 SESSION_BYTES = 2048  # of a session's record and the keys of its log
 TOKEN_BYTES = 4  # of a token of a prompt
@@ -59,7 +59,7 @@ class TenantStorage:
         self._ttl_ms = round(ttl_s * 1000)
         self._sessions = sessions
         self._size = size
-        self._script = redis.register_script(files("outrider.store").joinpath("reserve.lua").read_text("utf-8"))
+        self._script = redis.register_script(files("outrider.store").joinpath("scripts/reserve.lua").read_text("utf-8"))
         self._used, self._room = 0, 0  # bytes; 0: Redis has no limit
 
     async def measure(self) -> None:

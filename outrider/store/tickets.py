@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outrider.store.client import Client, redis_errors
+from outrider.store.redis.client import Client, redis_errors
 
 RENEW_S = 5.0  # between two renewals by a router, which also restore a key that Redis has lost
 KEY_LIFE_S = 150.0  # how long a key counts after its last renewal; a ticket is valid for less

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.core.session.training_samples import TrainingSample
-from outrider.store.client import Client, redis_errors
+from outrider.store.redis.client import Client, redis_errors
 
 MAX_SAMPLES = 2048  # samples of one model, of 30 KB at most
 KEPT_S = 24 * 3600  # how long a sample is kept

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outrider.errors import InternalError
-from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.store.redis.client import Client, decoding, load_object, redis_errors
 
 KEPT_S = 30 * 24 * 3600  # how long versions are kept after the latest one
 

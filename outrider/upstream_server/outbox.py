@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
-from outrider.rpc.codec import sent_terms_of, set_sent_terms
 from outrider.rpc.liveness import HEARTBEAT_S
-from outrider.rpc.message_bounds import MAX_TOGETHER
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.wire.codec import sent_terms_of, set_sent_terms
+from outrider.wire.message_bounds import MAX_TOGETHER
 
 CONTROL_FRAMES = 4096  # most control frames that may be queued; a drafter that reads needs a handful
 BATCH_BYTES = 2**20  # of commits in one message, from which on the rest waits for the next

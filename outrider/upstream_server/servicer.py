@@ -19,16 +19,16 @@ from outrider.core.control.drafting_terms import RESTING_PRICE
 from outrider.core.tree.delta import DigestMismatch, Hints
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
-from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
 from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
-from outrider.rpc.message_bounds import BEFORE_A_TICKET, REQUEST, decode
 from outrider.rpc.status import errors_as_status
-from outrider.rpc.tickets import Permit
 from outrider.upstream_server.entrance import Entrance
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream, WaitingSubscribe
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
+from outrider.wire.message_bounds import BEFORE_A_TICKET, REQUEST, decode
+from outrider.wire.tickets import Permit
 
 log = logging.getLogger(__name__)
 

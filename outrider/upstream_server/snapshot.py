@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from outrider.rpc.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, set_sent_terms, tokens_in_part
 from outrider.upstream_server.upstream_session import Subscription
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, set_sent_terms, tokens_in_part
 
 
 def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:

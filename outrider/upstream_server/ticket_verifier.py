@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from outrider.errors import Forbidden, Unavailable
-from outrider.rpc.tickets import PUBLIC_KEY_BYTES, Permit, key_of
-from outrider.rpc.tickets import check as check_ticket
+from outrider.wire.tickets import PUBLIC_KEY_BYTES, Permit, key_of
+from outrider.wire.tickets import check as check_ticket
 
 MIN_READ_S = 1.0  # least time between two readings of the keys, however many tickets name unknown ones
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import Cancelled, InvalidRequest, Unavailable
+from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.rpc.authorization import MESSAGE_S
 from outrider.v1 import inference_pb2 as pb
 

@@ -9,13 +9,13 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
+from outrider.limits.concurrency_limit import ConcurrencyLimit
+from outrider.limits.rate_limits import CHECKING, CallRates, address_of
+from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
-from outrider.rpc.slow_refusals import SlowRefusals
 from outrider.store.keys import Keys
 from router.api.message_bounds import check_message
-from router.api.rate_limits import CHECKING, CallRates, address_of
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
 HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send

@@ -1,10 +1,10 @@
-"""Bounds on a caller's message while it is still bytes. Those between parts are in `outrider.rpc.message_bounds`."""
+"""Bounds on a caller's message while it is still bytes. Those between parts are in `outrider.wire.message_bounds`."""
 
 from __future__ import annotations
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.message_bounds import more_fields_than
 from outrider.v1 import inference_pb2 as pb
+from outrider.wire.message_bounds import more_fields_than
 
 GENERATE = "/outrider.v1.Inference/Generate"
 MAX_FIELDS = 16_384  # of a request; 4,096 messages, and all that a Sampling may list

@@ -14,6 +14,8 @@ from typing import Any
 import grpc.aio
 
 from outrider.errors import InvalidRequest, Moved, NotFound, Superseded
+from outrider.limits.fair_queue import AdmissionTicket, QueueClass
+from outrider.limits.fair_turns import LoopTurns
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.store.sessions import SessionRecord
@@ -24,13 +26,11 @@ from outrider.v1.inference_pb2_grpc import InferenceServicer
 from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
 from router.api.auth import caller_tenant
 from router.api.messages import adapter_to_pb, event_to_pb, session_to_pb
-from router.api.requests import GenerateParams, find_model, parse
-from router.api.served_models import ServedModel
-from router.reporting.request_metrics import RequestMetrics
+from router.counters.request_metrics import RequestMetrics
 from router.reporting.step_stream import StepStreams
+from router.requests.requests import GenerateParams, find_model, parse
+from router.requests.served_models import ServedModel
 from router.scheduling.admission import OUTPUT_WEIGHT, SHUTTING_DOWN, AdmissionSlot, AnswerLimit
-from router.scheduling.fair_queue import AdmissionTicket, QueueClass
-from router.scheduling.fair_turns import LoopTurns
 from router.sessions import session_open
 from router.sessions.generation import OwnedGeneration
 from router.sessions.outbox import Event, Outbox

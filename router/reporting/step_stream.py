@@ -9,8 +9,8 @@ from contextlib import aclosing, suppress
 
 import grpc.aio
 
-from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InternalError, NotFound, OutriderError, Unavailable
+from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.step_broadcast import StepBroadcast
@@ -18,7 +18,7 @@ from outrider.store.session_events import SessionEvent
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from router.api.requests import find_model
+from router.requests.requests import find_model
 from router.sessions.session_open import RouterContext, open_record
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 60.0  # between two looks for the verifier of a session that no event is about

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
-from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.api.rate_limits import MIN_RETRY_S, CallRates, ResidencyEma
-from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
+from outrider.limits.concurrency_limit import ConcurrencyLimit
+from outrider.limits.fair_queue import AdmissionTicket, FairQueue, QueueClass
+from outrider.limits.rate_limits import MIN_RETRY_S, CallRates, ResidencyEma
 
 OUTPUT_WEIGHT = 2.0  # a token of the response costs about as much as two of the prompt, as in arXiv 2401.00588
 MAX_RETRY_S = 30.0  # at most, for a refusal's retry_after

@@ -16,11 +16,11 @@ from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack
 from outrider.core.session.protocol import SPOKEN
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, nearest
 from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
+from outrider.limits.rate_limits import ResidencyEma
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import NAMES, Tls
 from outrider.store.compatibility import incompatibility, incompatible_drafters
 from outrider.store.registry import Registry, Role, Worker
-from router.api.rate_limits import ResidencyEma
 from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
 
 _RETIRED_CHANNEL_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed

@@ -11,9 +11,10 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import Plan, StepReport
 from outrider.errors import InternalError
 from outrider.telemetry.tracing import recording_span
-from router.reporting.request_metrics import plan_attributes
+from router.counters.request_metrics import plan_attributes
+from router.drafters.drafter_assignment import DraftAssignment, DrafterSet
+from router.drafters.step_statuses import StepStatuses
 from router.scheduling.admission import AdmissionSlot
-from router.scheduling.drafter_assignment import DraftAssignment, DrafterSet
 from router.sessions.client_watch import ClientWatch
 from router.sessions.outbox import Outbox
 from router.sessions.response import EndReason
@@ -21,7 +22,6 @@ from router.sessions.session_open import OpenedGeneration, RouterContext
 from router.sessions.standby import Standby
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_client import DecodeEnd, DecodeStream, ReceivedCommit
-from router.speculation.step_statuses import StepStatuses
 
 RENEWALS_PER_LEASE = 3
 RELEASE_S = 20.0  # after the verifier last wanted drafters, when they are released to other sessions

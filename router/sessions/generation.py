@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.core.session.contract import Plan
 from outrider.errors import Cancelled, DeadlineExceeded, Moved, OutriderError, Overloaded, Superseded, Unavailable
-from router.reporting.usage_stats import UsageStats
+from router.counters.usage_stats import UsageStats
 from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
 from router.sessions.client_watch import ClientWatch
 from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump

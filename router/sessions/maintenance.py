@@ -8,8 +8,8 @@ import random
 from collections.abc import Container
 
 from outrider.errors import OutriderError
-from outrider.store.client import Client
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import Client
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.sessions import Sessions
 from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import RENEW_S, list_key

@@ -12,7 +12,7 @@ from typing import Self, TypeAlias
 
 from outrider.core.answers.answer_reader import ModelForm
 from outrider.errors import InternalError, OutriderError, Unavailable
-from router.reporting.usage_stats import UsageStats
+from router.counters.usage_stats import UsageStats
 from router.sessions.response import EndReason, ResponsePart
 
 SLOW_CLIENT_S = 10.0  # a client that does not read for this time loses its slot, and gets one again when it reads

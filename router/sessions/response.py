@@ -11,8 +11,8 @@ from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, InvalidRequest
-from router.reporting.usage_stats import UsageStats
-from router.scheduling.fair_turns import LoopTurns
+from outrider.limits.fair_turns import LoopTurns
+from router.counters.usage_stats import UsageStats
 from router.sessions.verifier_client import ReceivedCommit
 from router.text.detokenizer import AnswerText
 

@@ -13,28 +13,28 @@ from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
+from outrider.limits.fair_turns import LoopTurns
 from outrider.offload import offload_if_long
-from outrider.rpc.tickets import TicketSigner
-from outrider.store.client import decoding
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import decoding
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Worker
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
 from outrider.store.tenant_storage import TenantStorage, generation_bytes
-from router.api.adapters import AdapterDirectory
-from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
-from router.api.served_models import ServedModel
+from outrider.wire.tickets import TicketSigner
 from router.background import BackgroundTasks
-from router.reporting.request_metrics import RouterMetrics
-from router.reporting.usage_stats import UsageStats
+from router.counters.request_metrics import RouterMetrics
+from router.counters.usage_stats import UsageStats
+from router.drafters.warm_start import WarmStart
+from router.requests.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
+from router.requests.served_models import ServedModel
+from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
-from router.scheduling.fair_turns import LoopTurns
 from router.scheduling.workers import WorkerPool
 from router.sessions.response import EndReason, Response, ResponsePart, position_beyond_log, unsent_parts
+from router.sessions.sample_writer import SampleWriter
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_link import VerifierLinks
-from router.speculation.sample_writer import SampleWriter
-from router.speculation.warm_start import WarmStart
 from router.text.detokenizer import AnswerText, Detokenizer
 
 

@@ -11,12 +11,12 @@ import grpc.aio
 
 from outrider.core.session.contract import Adapter
 from outrider.errors import OutriderError
-from outrider.rpc.codec import adapter_to_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
 from outrider.v1 import verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from router.api.served_models import ServedModel
+from outrider.wire.codec import adapter_to_pb
+from router.requests.served_models import ServedModel
 from router.sessions.session_open import RouterContext, matching_verifiers
 
 MIN_MISSING_TOKENS, MIN_MISSING_SHARE = (

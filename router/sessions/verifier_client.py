@@ -21,11 +21,11 @@ from outrider.errors import (
     Stalled,
     Unavailable,
 )
-from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import error_from_pb
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
 from outrider.v1 import types_pb2, verifier_pb2
+from outrider.wire.codec import contract_to_pb, plan_to_pb, report_from_pb
 from router.sessions.verifier_link import VerifierLink
 
 DEADLINE_SLACK_S = 0.05  # behind a deadline, at which gRPC ends the call of a client that is there: it gets that error

@@ -16,11 +16,11 @@ import grpc.aio
 from outrider.core.session.contract import Plan
 from outrider.errors import InternalError, OutriderError, Unavailable
 from outrider.rpc import liveness
-from outrider.rpc.codec import plan_to_pb
-from outrider.rpc.message_bounds import LONG, decode
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
 from outrider.v1 import verifier_pb2
+from outrider.wire.codec import plan_to_pb
+from outrider.wire.message_bounds import LONG, decode
 
 HEARTBEATS_PER_LEASE = 4
 _DECODE = "/outrider.v1.Verifier/Decode"

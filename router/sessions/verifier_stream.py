@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from outrider.core.session.contract import Contract, Plan
 from outrider.errors import InternalError, OutriderError, Overloaded, Stalled, Unavailable
 from outrider.rpc.tracing import client_span
-from router.api.requests import check_fits
-from router.reporting.request_metrics import plan_attributes
+from router.counters.request_metrics import plan_attributes
+from router.requests.requests import check_fits
 from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_client import DecodeStart, DecodeStream

@@ -25,8 +25,8 @@ from bench.faults import FaultProxy
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet.process import Process
-from outrider.store.client import connect
-from outrider.store.embedded import find_server
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import find_server
 from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from tests.e2e.conftest import MODELS

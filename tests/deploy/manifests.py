@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from outrider.store.acl import ACL_ROLES
+from outrider.store.redis.acl import ACL_ROLES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import errors
 from outrider.core.session.speculation_status import SpeculationReason
+from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Role
 from outrider.telemetry.catalogue import METRICS
-from router.scheduling.fair_queue import QueueClass
 from router.sessions.response import EndReason
 from tests.deploy.promql import SCRAPED, Checker, Series
 

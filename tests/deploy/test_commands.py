@@ -11,7 +11,7 @@ import typer
 
 from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
 from outrider.fleet import ray_session
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from tests.deploy.commands import Command, parsed, read_from_environment
 from tests.deploy.manifests import (
     DEMO_IMAGE,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
-from outrider.store.acl import ACL_ROLES
+from outrider.store.redis.acl import ACL_ROLES
 from tests.deploy.commands import KINDS, parsed, read_from_environment
 from tests.deploy.images import stages
 from tests.deploy.manifests import DEPLOY, ROLES

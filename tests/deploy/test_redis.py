@@ -20,9 +20,9 @@ from redis.retry import Retry
 
 from outrider.errors import Unavailable
 from outrider.rpc.certificates import make
-from outrider.store.acl import ACL_ROLES, rules, user_name
-from outrider.store.client import connect, ping
-from outrider.store.embedded import find_server
+from outrider.store.redis.acl import ACL_ROLES, rules, user_name
+from outrider.store.redis.client import connect, ping
+from outrider.store.redis.embedded import find_server
 from tests.deploy.manifests import COMPONENT, DEPLOY, environment, of_kind, pods, rendered, servers
 from tests.e2e.test_faults import free_port
 from tests.store.role_work import WORK, denied, works

@@ -12,7 +12,7 @@ import yaml
 
 from outrider.config import GatewayConfig, RouterConfig
 from outrider.grammar.compiler import KEPT_BYTES, MAX_BYTES
-from router.api.template_sandbox import MOST_BYTES
+from router.requests.template_sandbox import MOST_BYTES
 from tests.deploy.commands import parsed
 from tests.deploy.manifests import (
     COMPONENT,

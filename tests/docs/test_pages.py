@@ -9,7 +9,7 @@ import pytest
 
 from docs.hooks.commands import commands
 from outrider.errors import ConfigError
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from tests.docs.checks import check_shell, check_toml, make_targets
 from tests.docs.pages import NAMES, ROOT, blocks, prose
 from tests.docs.sandbox import Sandbox

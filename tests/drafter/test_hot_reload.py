@@ -18,7 +18,7 @@ from drafter_svc.hot_reload import FIRST_COMPARISON, HotReload, RequiredShape
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.loading import outline
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.versions import Version, Versions
 
 MODELS = Path(__file__).parents[2] / "models"

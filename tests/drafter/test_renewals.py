@@ -11,8 +11,8 @@ from drafter_svc.upstreams import upstream as upstreams
 from drafter_svc.upstreams.upstream import MAX_RENEWALS, Attachment, Upstream
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.contract import Contract, Plan
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 
 
 class Rig:

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 from outrider.core.tree.delta import Delta
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import delta_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire.codec import delta_to_pb
 from tests.e2e.mini_router import ticket
 
 VOCABULARY = 4096

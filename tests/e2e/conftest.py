@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from tests.e2e.mini_router import trust
 
 ROOT = Path(__file__).parents[2]

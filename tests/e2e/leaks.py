@@ -11,7 +11,7 @@ from pathlib import Path
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.mini_router import described

@@ -12,13 +12,13 @@ from outrider.core.session.contract import OFF, Contract, Overlap, Plan, StepRep
 from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import error_from_pb
-from outrider.rpc.tickets import Permit, TicketSigner
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.wire.tickets import Permit, TicketSigner
 
 SIGNERS: dict[str, TicketSigner] = {}  # by the address of a server whose cluster `trust` was given
 # With overlap time has no price: drafters draft however fast the target is.

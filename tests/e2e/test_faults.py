@@ -18,7 +18,7 @@ from bench.faults import FaultProxy
 from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.cluster import LocalCluster
-from outrider.store.embedded import find_server
+from outrider.store.redis.embedded import find_server
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
 

@@ -20,7 +20,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.fleet.cluster import LocalCluster
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.versions import Version, Versions
 from tests.e2e.conftest import MODELS
 from tests.e2e.tiny import VOCABULARY, make_tiny

@@ -22,9 +22,9 @@ from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.rpc.channels import open_channel
-from outrider.store.client import connect
-from outrider.store.embedded import EmbeddedRedis
 from outrider.store.records import SessionTurn
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb

@@ -13,7 +13,7 @@ import outrider
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.process import Process
 from outrider.rpc.channels import open_channel
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.conftest import MODELS

@@ -11,8 +11,8 @@ import outrider
 from outrider.config import RouterConfig, VerifierConfig
 from outrider.core.session.prefix_keys import LENGTHS, unpack_keys
 from outrider.fleet.process import Process
-from outrider.store.client import connect
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.registry import Registry
 from tests.e2e.conftest import MODELS
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import outrider
 from outrider.config import DrafterConfig, RouterConfig, Section, VerifierConfig
 from outrider.fleet.process import Process, Role
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from tests.e2e.conftest import MODELS
 from tests.e2e.test_faults import free_port
 

@@ -12,7 +12,7 @@ import pytest
 import outrider
 from outrider.config import RouterConfig, VerifierConfig
 from outrider.fleet.process import Process
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from router.sessions.standby import MIN_MISSING_TOKENS
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import described

@@ -17,9 +17,9 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.cluster import LocalCluster, Process
 from outrider.rpc.channels import open_channel
-from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire.tickets import Permit
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import SIGNERS, decode, detach, trust
 

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.core.session.protocol import PROTOCOL
 from outrider.rpc.channels import open_channel
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from tests.altered import altered

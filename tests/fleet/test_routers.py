@@ -16,7 +16,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
 from outrider.fleet.supervisor import ClusterSupervisor
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from tests.fleet.conftest import TARGET
 
 CALLERS = 16

@@ -14,8 +14,8 @@ from outrider.errors import Overloaded
 from outrider.gateway import held_answers
 from outrider.gateway.answer_body import PIECE_CHARACTERS, body_pieces, json_pieces
 from outrider.gateway.held_answers import AHEAD_BYTES, AnswerBounds, HeldAnswers
-from outrider.gateway.limits import TenantShares
 from outrider.gateway.schema import ResponseTerms
+from outrider.limits.tenant_shares import TenantShares
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.gateway.conftest import fronted

@@ -14,10 +14,11 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError, Overloaded, Unauthenticated, Unavailable
-from outrider.gateway import connections, keys, limits
+from outrider.gateway import keys, limits
 from outrider.gateway.keys import KeyCheck
-from outrider.gateway.limits import TenantShares
-from outrider.rpc import slow_refusals
+from outrider.gateway.transport import connections
+from outrider.limits import slow_refusals
+from outrider.limits.tenant_shares import TenantShares
 from outrider.store.keys import Keys
 from tests.gateway.conftest import Front, fronted
 from tests.router.rig import until

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.gateway import tls_connections
+from outrider.gateway.transport import tls_connections
 from outrider.rpc.certificates import make
 from tests.gateway.conftest import fronted
 from tests.gateway.process import gateway_process

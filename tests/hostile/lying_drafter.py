@@ -10,8 +10,8 @@ from typing import Any
 
 import drafter_svc.upstreams.upstream
 from outrider.core.tree.delta import Delta
-from outrider.rpc.codec import delta_to_pb
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import delta_to_pb
 
 WANTED = 3777  # a token that the target of the tests chooses hardly ever
 

@@ -14,8 +14,8 @@ from outrider.config import DrafterConfig, VerifierConfig
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import verifier_pb2
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 
 VOCABULARY = 131
 PROMPT = [5, 6, 7, 8]

@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from outrider.client import _wire
 from outrider.core.session.contract import Contract, Plan
 from outrider.errors import Forbidden, InternalError, InvalidRequest, OutriderError, Unauthenticated
-from outrider.rpc import codec, liveness, status, tickets
+from outrider.rpc import liveness, status
 from outrider.rpc.authorization import certificate_names
 from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY
 from outrider.store import acceptance_priors, keys, records, registry
-from outrider.store.client import load_object
+from outrider.store.redis.client import load_object
 from outrider.v1 import drafter_pb2
+from outrider.wire import codec, tickets
 from router.api.auth import ApiKeyAuthenticator
-from router.reporting.usage_stats import UsageStats
+from router.counters.usage_stats import UsageStats
 from tests.hostile import frames
 from tests.hostile.rig import VOCABULARY, resident_bytes
 

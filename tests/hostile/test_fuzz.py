@@ -24,7 +24,6 @@ from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.rpc.status import CLASS_KEY
-from outrider.rpc.tickets import Permit
 from outrider.store.registry import Worker
 from outrider.v1 import drafter_pb2, inference_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import (
@@ -35,6 +34,7 @@ from outrider.v1.drafter_pb2_grpc import (
 )
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, VerifierStub, add_VerifierServicer_to_server
+from outrider.wire.tickets import Permit
 from tests.e2e.mini_router import listed_signer
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads

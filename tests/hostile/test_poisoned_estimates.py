@@ -39,7 +39,7 @@ from outrider.store.training_samples import TrainingSampleStore
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from router import server
-from router.speculation.warm_start import WarmStart
+from router.drafters.warm_start import WarmStart
 from tests.core.control.plant import SteeredSession
 from tests.drafter.test_scheduler import VOCABULARY, Engine
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced

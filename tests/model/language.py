@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from outrider.core.session.digest import EMPTY, extend, mix64
-from router.api.served_models import ServedModel, load_model
+from router.requests.served_models import ServedModel, load_model
 from router.text.detokenizer import AnswerText, Detokenizer
 
 _LOADED = load_model("target", Path(__file__).parents[2] / "models" / "target")

@@ -22,22 +22,22 @@ from outrider.core.session.contract import Plan
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
-from outrider.rpc.tickets import TicketSigner
 from outrider.store.adapters import NamedAdapters
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
-from router.api.adapters import AdapterDirectory
+from outrider.wire.tickets import TicketSigner
 from router.api.auth import run_for
-from router.api.served_models import ServedModel
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
-from router.reporting.request_metrics import RouterMetrics
+from router.counters.request_metrics import RouterMetrics
+from router.drafters.drafter_assignment import DraftAssignment
+from router.drafters.warm_start import WarmStart
+from router.requests.served_models import ServedModel
+from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
-from router.scheduling.drafter_assignment import DraftAssignment
+from router.sessions.sample_writer import SampleWriter
 from router.sessions.session_open import RouterContext
 from router.sessions.verifier_client import DecodeEnd, DecodeIdle, DecodeStart, ReceivedCommit
-from router.speculation.sample_writer import SampleWriter
-from router.speculation.warm_start import WarmStart
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
 from tests.model.wires import BROKEN, Ended, Link
@@ -166,7 +166,7 @@ class Decoding:
 
 
 class Attaching:
-    """What a router has for `router.scheduling.drafter_assignment.DrafterSet`: sends its note, and does not wait."""
+    """What a router has for `router.drafters.drafter_assignment.DrafterSet`: sends its note, and does not wait."""
 
     drafter_ids: tuple[str, ...] = ()
     obstacle: SpeculationStatus | None = None

@@ -125,7 +125,7 @@ def test_mutants_follow_a_function_that_gets_another_name(  # bites: of the muta
 
 def test_mutated_scripts_are_lua(redis_url: str) -> None:  # bites: a script that is none is refused
     """A script that does not compile would be found out by every test, and show nothing."""
-    folder = ROOT / "outrider" / "store"
+    folder = ROOT / "outrider" / "store" / "scripts"
     prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
     with redis.Redis.from_url(redis_url) as client:
         for mutant in MUTANTS:

@@ -16,7 +16,7 @@ import grpc.aio
 
 from outrider.errors import NotFound
 from outrider.rpc.status import from_rpc_error
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.v1 import inference_pb2 as pb
 from router.sessions import maintenance
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced

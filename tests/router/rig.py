@@ -18,13 +18,13 @@ from redis.retry import Retry
 
 from outrider.config import RouterConfig
 from outrider.rpc.channels import open_channel
-from outrider.store.client import connect
-from outrider.store.embedded import find_server
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import find_server
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router.api.served_models import load_model
+from router.requests.served_models import load_model
 from router.server import run
 from tests.router.fakes import FakeVerifier, announced
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from router.scheduling import drafter_assignment
+from router.drafters import drafter_assignment
 from router.sessions import commit_pump
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (

@@ -17,7 +17,7 @@ from outrider.errors import NotFound, Unavailable
 from outrider.store.sessions import Sessions, SessionTurn
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-from router.api.requests import parse
+from router.requests.requests import parse
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import ANSWER, FOLDER, MODEL, SCRIPT, Rig, ask, collect, drain, released, running_router, until
 

@@ -15,11 +15,12 @@ import pytest
 
 from outrider import errors
 from outrider.rpc import status
-from outrider.rpc.channels import REQUEST_BYTES, open_channel
+from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving
 from outrider.rpc.status import errors_as_status, from_rpc_error
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import inference_pb2_grpc
+from outrider.wire.message_bounds import REQUEST_BYTES
 
 Behaviour = Callable[[], None]
 

@@ -16,11 +16,11 @@ from outrider.core.session.contract import Adapter, Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of
 from outrider.store.acceptance_priors import share
-from outrider.store.acl import AclRole
 from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
-from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.acl import AclRole
+from outrider.store.redis.client import Client, connect, ping
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn

@@ -10,7 +10,7 @@ from types import TracebackType
 import redis
 import redis.exceptions
 
-from outrider.store.embedded import find_server
+from outrider.store.redis.embedded import find_server
 
 _START_S = 10.0
 

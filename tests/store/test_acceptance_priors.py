@@ -8,7 +8,7 @@ from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
 from outrider.core.session.contract import Plan, StepReport
 from outrider.errors import Unavailable
 from outrider.store.acceptance_priors import MAX_STEPS, share
-from outrider.store.client import Client, connect
+from outrider.store.redis.client import Client, connect
 
 KEY = "outrider:{acceptance}:target:drafter:hot"
 NAME = "target:drafter:hot"

@@ -13,7 +13,7 @@ from redis.asyncio import RedisCluster
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, Superseded, Unavailable
-from outrider.store.client import address_of, connect, ping
+from outrider.store.redis.client import address_of, connect, ping
 from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import SessionLog, Sessions, SessionTurn

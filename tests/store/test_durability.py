@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, Unavailable
-from outrider.store.client import connect
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, SessionTurn
 from tests.disks import small_disk
 

@@ -11,9 +11,9 @@ from redis.asyncio import Redis
 
 from outrider.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
 from outrider.store import keys as module
-from outrider.store.client import connect
 from outrider.store.keys import CACHE_S, Keys
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import connect
+from outrider.store.redis.redis_clock import RedisClock
 
 
 @pytest.fixture

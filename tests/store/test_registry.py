@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from outrider.core.session.protocol import PROTOCOL
 from outrider.errors import Unavailable
-from outrider.store.client import connect
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.client import connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.registry import Registry, Worker, keep_announced
 from tests.store.server import Server
 

@@ -22,8 +22,8 @@ from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.protocol import Origin
 from outrider.errors import NotFound, OutriderError
-from outrider.store.client import connect
 from outrider.store.records import SessionRecord, SessionTurn, load
+from outrider.store.redis.client import connect
 from outrider.store.sessions import OwnedSession, Sessions
 from tests.store.reference import Owned, State, Store
 
@@ -400,7 +400,7 @@ class Agreement(RuleBasedStateMachine):
 
 
 def test_the_scripts_agree_with_the_reference(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.store.client.TIMEOUT_S", 30.0)  # a busy machine is no lost reply
+    monkeypatch.setattr("outrider.store.redis.client.TIMEOUT_S", 30.0)  # a busy machine is no lost reply
 
     class Here(Agreement):
         url = redis_url

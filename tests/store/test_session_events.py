@@ -9,8 +9,8 @@ import pytest
 
 from outrider.errors import Unavailable
 from outrider.store import session_events
-from outrider.store.client import Client, connect
-from outrider.store.embedded import EmbeddedRedis
+from outrider.store.redis.client import Client, connect
+from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.session_events import SessionEvent, SessionEvents
 
 

@@ -22,8 +22,8 @@ from outrider.errors import (
     Superseded,
     Unavailable,
 )
-from outrider.store.client import address_of, connect, redacted
 from outrider.store.leases import Lease
+from outrider.store.redis.client import address_of, connect, redacted
 from outrider.store.sessions import OwnedSession, SessionLog, SessionRecord, Sessions, SessionTurn
 from outrider.store.tickets import list_key
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 from outrider.core.session.contract import Contract, Grammar
 from outrider.errors import Overloaded
 from outrider.store import tenant_storage
-from outrider.store.client import connect
 from outrider.store.records import SessionTurn, dump_turn
+from outrider.store.redis.client import connect
 from outrider.store.tenant_storage import CLAIM_BYTES, TenantStorage, generation_bytes
 
 Made = Callable[..., TenantStorage]

@@ -9,10 +9,10 @@ import pytest
 from redis.asyncio import Redis
 
 from outrider.errors import Unavailable
-from outrider.rpc.tickets import TICKET_S
-from outrider.store.client import connect
-from outrider.store.redis_clock import RedisClock
+from outrider.store.redis.client import connect
+from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.tickets import KEY_LIFE_S, MAX_KEYS, RENEW_S, list_key, listed_keys
+from outrider.wire.tickets import TICKET_S
 from router.sessions.maintenance import keep_key_listed
 
 KEYS = "outrider:{tickets}:keys"

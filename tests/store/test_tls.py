@@ -15,8 +15,8 @@ import pytest
 
 from outrider.errors import Unavailable
 from outrider.rpc.certificates import make
-from outrider.store.client import connect, ping
 from outrider.store.keys import Keys
+from outrider.store.redis.client import connect, ping
 
 
 @asynccontextmanager

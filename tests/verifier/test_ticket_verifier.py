@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.errors import Forbidden, Unavailable
-from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.wire.tickets import Permit, TicketSigner
 
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
 ROUTER = TicketSigner(time.time)

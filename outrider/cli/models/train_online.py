@@ -45,7 +45,7 @@ def online(
         from outrider.config import DrafterConfig
         from outrider.errors import ConfigError
         from outrider.hub import checkpoint_folder
-        from outrider.store.client import connect, ping
+        from outrider.store.redis.client import connect, ping
         from outrider.training.objectives import NAMES
         from outrider.training.online.trainer import OnlineTrainingConfig, Trainer
 

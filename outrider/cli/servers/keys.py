@@ -58,8 +58,8 @@ def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> tu
     are."""
 
     async def run() -> tuple[ResultT, float]:
-        from outrider.store.client import connect
         from outrider.store.keys import Keys
+        from outrider.store.redis.client import connect
 
         async with aclosing(connect(redis_url)) as client:
             store = Keys(client)

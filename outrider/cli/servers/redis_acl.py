@@ -23,7 +23,7 @@ def redis_acl(
     Passwords are read from OUTRIDER_REDIS_PASSWORD_ROUTER, OUTRIDER_REDIS_PASSWORD_VERIFIER and so on, and printed as
     their SHA-256, so they must be long and random. Needs Redis 7.2 or newer, or Valkey.
     """
-    from outrider.store.acl import ACL_ROLES, PASSWORD, setuser_command, user_line, user_name
+    from outrider.store.redis.acl import ACL_ROLES, PASSWORD, setuser_command, user_line, user_name
 
     if unknown := set(role or ()).difference(ACL_ROLES):
         raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(ACL_ROLES)}", param_hint="--role")

@@ -105,7 +105,7 @@ async def _run_with_redis(redis_url: str, service: Callable[[], Coroutine[Any, A
 
     A server without Redis cannot be found by others, so it must fail instead of reporting that it is ready.
     """
-    from outrider.store.client import connect, redis_errors
+    from outrider.store.redis.client import connect, redis_errors
 
     client = connect(redis_url)
     try:

@@ -27,7 +27,7 @@ from outrider.core.session.training_samples import TOP, TrainingSample
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, read_card
 from outrider.errors import CheckpointError, OutriderError
-from outrider.store.client import Client
+from outrider.store.redis.client import Client
 from outrider.store.registry import Registry
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.store.versions import PublishedVersions, Versions

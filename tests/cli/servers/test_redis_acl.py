@@ -9,7 +9,7 @@ import redis
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.store.acl import ACL_ROLES
+from outrider.store.redis.acl import ACL_ROLES
 from tests.store.server import Server
 
 PASSWORDS = {role: f"long and random, of {role}" for role in ACL_ROLES}

@@ -23,7 +23,7 @@ from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.embeddings import read_target_embeddings
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.engine.kv.kv_slots import KvSlots
-from outrider.rpc.codec import FeatureRows
+from outrider.wire.codec import FeatureRows
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads

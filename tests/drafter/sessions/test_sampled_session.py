@@ -17,7 +17,7 @@ from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
-from outrider.rpc.codec import delta_from_pb, delta_to_pb
+from outrider.wire.codec import delta_from_pb, delta_to_pb
 from tests.core.acceptance.enumeration import shapes
 
 VOCABULARY = 30

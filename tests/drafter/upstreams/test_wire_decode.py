@@ -21,8 +21,8 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
-from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
 
 OWN = 12  # ids of the drafter's model
 PLAN = Plan(version=1, depth=4, width=2, nodes=6)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.cluster import LocalCluster
-from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import types_pb2
+from outrider.wire.codec import contract_to_pb
 from tests.e2e.mini_router import decode
 
 LENGTH = 480  # of the answer; a generation that is not acknowledged further ends long before

@@ -13,13 +13,13 @@ import grpc.aio
 from outrider.core.session.contract import Contract, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY, code_of, error_from_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described, ticket
 from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 

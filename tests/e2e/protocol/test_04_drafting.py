@@ -8,10 +8,10 @@ import pytest
 
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, hello_to, start_of, subscribed

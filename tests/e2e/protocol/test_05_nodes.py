@@ -16,11 +16,11 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.rpc.codec import plan_to_pb
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
+from outrider.wire.codec import plan_to_pb
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
 from tests.e2e.protocol.upstreams import Copy, upstream_of

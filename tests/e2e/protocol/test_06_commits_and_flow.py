@@ -13,9 +13,9 @@ from outrider.core.session.contract import Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import plan_to_pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire.codec import plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting, hello_to

@@ -20,11 +20,11 @@ from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
-from outrider.rpc.codec import plan_to_pb
-from outrider.rpc.tickets import Permit, TicketSigner
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.wire.codec import plan_to_pb
+from outrider.wire.tickets import Permit, TicketSigner
 from tests.e2e.mini_router import SIGNERS, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to

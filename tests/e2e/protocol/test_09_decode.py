@@ -13,9 +13,9 @@ import pytest
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, start_of

@@ -15,7 +15,7 @@ import outrider
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, NotFound, Superseded
 from outrider.fleet.cluster import LocalCluster
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.sessions import Sessions
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.peers import idle

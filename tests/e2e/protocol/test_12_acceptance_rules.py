@@ -9,8 +9,8 @@ import pytest_asyncio
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import LOSSY, OFF, RULES, Contract
-from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import drafter_pb2 as pb
+from outrider.wire.codec import contract_to_pb
 from tests.e2e.mini_router import decode
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table

@@ -9,11 +9,11 @@ import pytest
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import contract_to_pb
-from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire.codec import contract_to_pb
+from outrider.wire.tickets import Permit
 from tests.e2e.mini_router import SIGNERS
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, delta, drafting

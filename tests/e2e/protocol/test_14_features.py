@@ -21,11 +21,11 @@ from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.fusing import digest_of, fusion_digest
 from outrider.fleet.cluster import LocalCluster
-from outrider.rpc.codec import features_from_pb
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.wire.codec import features_from_pb
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import trust
 from tests.e2e.protocol.conftest import Text

@@ -13,12 +13,12 @@ import grpc.aio
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.rpc.server import serving
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub, TreeSinkServicer, add_TreeSinkServicer_to_server
+from outrider.wire.codec import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE
 from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 using namespace outrider;
 using Floats = std::vector<float>;

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.rpc import message_bounds
 from outrider.v1 import inference_pb2 as pb
+from outrider.wire import message_bounds
 from router.api.message_bounds import MAX_FIELDS
 
 

@@ -11,11 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.core.token_buckets import TokenBuckets
-from outrider.rpc import slow_refusals
+from outrider.limits import rate_limits, slow_refusals
+from outrider.limits.token_buckets import TokenBuckets
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
-from router.api import rate_limits
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
 

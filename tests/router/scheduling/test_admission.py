@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from outrider.config import RouterConfig
-from outrider.core import token_buckets
-from outrider.core.token_buckets import TokenBuckets
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.api.rate_limits import ResidencyEma
-from router.scheduling import fair_queue
+from outrider.limits import fair_queue, token_buckets
+from outrider.limits.fair_queue import AdmissionTicket, FairQueue, QueueClass
+from outrider.limits.rate_limits import ResidencyEma
+from outrider.limits.token_buckets import TokenBuckets
 from router.scheduling.admission import Admission, AdmissionSlot, AnswerLimit
-from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
 
 
 class Clock:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from router.scheduling.drafter_assignment import DRAFTED_FIRST, SETTLING_STEPS, TierWindow
+from router.drafters.drafter_assignment import DRAFTED_FIRST, SETTLING_STEPS, TierWindow
 
 STEP_S = 0.1
 

@@ -10,7 +10,7 @@ import pytest
 from outrider.core.session.prefix_keys import pack_keys, prefix_keys
 from outrider.core.session.speculation_status import SpeculationReason
 from outrider.errors import Unavailable
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.registry import Registry, Role, Worker
 from router.scheduling.workers import WorkerPool
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced

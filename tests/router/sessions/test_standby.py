@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.core.session.contract import Adapter
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.registry import Registry
 from router.background import BackgroundTasks
 from router.scheduling.workers import WorkerPool

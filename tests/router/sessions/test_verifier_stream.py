@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from outrider.core.session.contract import OFF, Contract
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.registry import Registry
 from router.scheduling.workers import WorkerPool
 from router.sessions.verifier_link import VerifierLinks

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.core.answers.answer_reader import PLAIN_FORM
 from outrider.core.session.contract import Contract
+from outrider.limits.fair_turns import LoopTurns
 from outrider.store.records import SessionTurn
-from router.reporting.usage_stats import UsageStats
-from router.scheduling.fair_turns import LoopTurns
+from router.counters.usage_stats import UsageStats
 from router.sessions.session_open import _new_response as answer_of
 from router.text.detokenizer import AnswerText, Detokenizer, StopStrings
 

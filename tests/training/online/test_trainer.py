@@ -21,7 +21,7 @@ from outrider.core.session.training_samples import TrainingSample, sample_of
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.loading import load_engine
-from outrider.store.client import connect
+from outrider.store.redis.client import connect
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.store.versions import PublishedVersions, Version, Versions
 from outrider.training.online import trainer

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 #include "memory.hpp"
 
 namespace outrider {

@@ -14,7 +14,7 @@
 
 #include "adapter.hpp"
 #include "exchange.hpp"
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 #include "linear.hpp"
 #include "memory.hpp"
 #include "pages.hpp"

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 #include "memory.hpp"
 
 namespace outrider {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 namespace outrider {
 

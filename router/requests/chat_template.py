@@ -1,0 +1,207 @@
+"""A checkpoint's chat template, which turns a conversation into a prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.core.answers.answer_reader import ModelForm
+from outrider.core.answers.formats import format_of
+from outrider.core.answers.reasoning import reasoning_of
+from outrider.errors import CheckpointError, InvalidRequest
+from outrider.limits.fair_turns import FairTurns
+
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+
+SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
+NO_VARIABLES: Mapping[str, Any] = {}
+TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
+ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the process inherits, and no secrets
+
+
+class TemplateMessage(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    tool_calls: tuple[Any, ...] = ()  # calls that the assistant made, in OpenAI's form, with arguments as objects
+    tool_call_id: str = ""  # of the call whose result it is
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message without what is empty, which templates would take for something."""
+        given = {name: value for name, value in self._asdict().items() if value}
+        return {"role": self.role, "content": self.content} | given
+
+
+class ChatTemplate:
+    """Renders conversations, one at a time, in a bounded child process (`router.requests.template_sandbox`).
+
+    The process starts with the first rendering, and again at the end of a rendering that ended it. `close` ends it.
+    """
+
+    def __init__(
+        self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS, tool_format: str = ""
+    ) -> None:
+        """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
+        the processor, for one conversation; `tool_format`: in which the model writes calls; empty: as the source shows.
+        """
+        form = format_of(source, tool_format)
+        self.form = ModelForm(form.name if form else "", reasoning_of(source))
+        self._path = path
+        self._setup = {"template": source, "variables": variables, "seconds": seconds}
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._turns = FairTurns(1, "the chat template")
+
+    def check(self) -> None:
+        """Raise CheckpointError for a template that does not compile."""
+        try:
+            self._thread.submit(self._start).result()
+        except _TemplateError as error:
+            raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
+
+    async def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        tenant: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
+        """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included;
+        `tools`: that it may call, in OpenAI's form; `variables`: further inputs of the template, by name.
+
+        Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
+        """
+        try:
+            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables)
+        except _TemplateError as error:
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
+        if not text:
+            raise InvalidRequest("messages", "the model's chat template renders an empty prompt")
+        return text
+
+    def close(self) -> None:
+        """End the process, and wait for a rendering that runs."""
+        self._thread.submit(self._stop).result()
+        self._thread.shutdown()
+
+    def _render_blocking(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        if self._process is None:
+            self._start()
+        try:
+            inputs = {"messages": [it.for_template for it in messages], "tools": [*tools] or None}
+            return self._request({"inputs": {**variables, **inputs}})
+        finally:
+            if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
+                with suppress(_TemplateError):
+                    self._start()
+
+    def _start(self) -> None:
+        # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our
+        # modules.
+        command = [sys.executable, "-P", "-m", "router.requests.template_sandbox"]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        )
+        try:
+            self._request(self._setup)
+        except _TemplateError:
+            self._stop()
+            raise
+
+    def _request(self, message: Any) -> str:
+        """Send a request to the process and return the text of its answer. Raises _TemplateError."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = process.wait()
+            self._stop()
+            raise _TemplateError(
+                "it takes too long (template_s)" if status in TOO_LONG else f"its process ended with {status}"
+            )
+        answer: dict[str, str] = json.loads(line)
+        if "error" in answer:
+            raise _TemplateError(answer["error"])
+        return answer["text"]
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+class _TemplateError(Exception):
+    """A template does not compile, or refuses messages."""
+
+
+def read_chat_template(folder: Path, seconds: float = SECONDS, tool_format: str = "") -> ChatTemplate | None:
+    """Return the chat template in a checkpoint's folder, checked; None if it has none. The rest as `ChatTemplate`.
+
+    Raises CheckpointError naming the file.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        config = {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object; download it again")
+    source = config.get("chat_template")
+    if (folder / FILE).exists():
+        path = folder / FILE
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    elif isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
+    template = ChatTemplate(path, source, _special_tokens(config), seconds, tool_format)
+    try:
+        template.check()
+    except BaseException:
+        template.close()
+        raise
+    return template
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return bos_token and the like by name; each is a string, or an object whose content is one."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: content for name, content in contents.items() if isinstance(content, str)}

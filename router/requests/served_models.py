@@ -1,0 +1,185 @@
+"""A model that the router serves: its tokenizer, its chat template and its end-of-text tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
+from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
+from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
+from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
+from outrider.core.session.digest import tokenizer_digest
+from outrider.errors import CheckpointError, InvalidRequest
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.hub import checkpoint_folder
+from outrider.limits.fair_turns import FairTurns
+from router.requests.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
+from router.text.token_text import TokenText
+
+_LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
+TOKENIZERS = 2  # long texts that are tokenized at the same time
+_PIECE = 2**16  # characters that are tokenized at a time to find out whether a text fits
+_USUAL = 8  # characters of a token; few texts have more, and only those are counted before they are tokenized
+_MARK_TOKENS = 16  # most tokens of a mark and the lines around it
+_SLACK = 2  # splitting a text may add tokens, but less than this factor
+
+
+class RequestedModel(NamedTuple):
+    """What a request names as its model."""
+
+    name: str  # of the model; empty: the only one
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this router takes requests for."""
+
+    name: str
+    tokenizer: Tokenizer
+    digest: bytes  # of the tokenizer
+    eos_ids: tuple[int, ...]
+    chat: ChatTemplate | None = None
+    grammars: GrammarCompiler | None = None  # None: grammars are checked by verifiers alone
+    turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
+    token_text: TokenText = field(init=False)  # maps a token to its bytes
+    marks: frozenset[int] = field(
+        init=False
+    )  # special tokens that have text, because calls and reasoning begin with them
+
+    @property
+    def form(self) -> ModelForm:
+        """How the model writes calls of tools and reasoning."""
+        return self.chat.form if self.chat is not None else PLAIN_FORM
+
+    def form_behind(self, prompt: Sequence[int]) -> ModelForm:
+        """Return how the model writes behind a prompt, of which the last tokens suffice: it may end within reasoning,
+        or behind it."""
+        if not self.form.reasoning:
+            return self.form
+        text = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+        return self.form._replace(reasoning=reasoning_behind(text))
+
+    def calls_grammar(self, tools: Tools) -> Grammar:
+        """Return the grammar of an answer that has to call tools, which the model knows."""
+        return calls_grammar(FORMATS[self.form.tool_format], tools, self._special_id)
+
+    def _special_id(self, text: str) -> int | None:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return next((id_ for id_, token in added.items() if token.special and token.content == text), None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_text", TokenText(self.tokenizer))
+        written = (BEGIN, END) if self.form.reasoning else ()
+        if (tool_format := FORMATS.get(self.form.tool_format)) is not None:
+            written = (*written, *tool_format.written)
+        found = (self._special_id(text) for text in written)
+        object.__setattr__(self, "marks", frozenset(id_ for id_ in found if id_ is not None))
+
+    async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:
+        """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
+        prompt.
+
+        Raises InvalidRequest for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
+        takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
+        """
+        if len(text) > _LONG_TEXT:
+            return await self.turns.run(None, tenant, self._encode, text, special, context)
+        return self._encode(text, special, context)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[TemplateMessage],
+        tenant: str = "",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        context: int = 0,
+    ) -> tuple[int, ...]:
+        """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
+
+        Raises InvalidRequest if there is no template or it refuses the messages, Overloaded when too many of the
+        tenant's messages wait, and as `encode`.
+        """
+        if self.chat is None:
+            raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
+        prompt = await self.chat.render(messages, tenant, tools, variables)
+        return await self.encode(prompt, tenant, special=False, context=context)
+
+    async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
+        """Raise InvalidRequest for a tenant's grammar that cannot be followed, and as `GrammarCompiler.check`."""
+        if self.grammars is not None:
+            await self.grammars.check(grammar, tenant)
+
+    def close(self) -> None:
+        """End the model's child processes."""
+        if self.chat is not None:
+            self.chat.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+    def _encode(self, text: str, special: bool, context: int) -> tuple[int, ...]:
+        if context and len(text) > _USUAL * context:
+            counted = 0
+            for start in range(0, len(text), _PIECE):
+                counted += len(self.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
+                if counted > _SLACK * context:
+                    raise InvalidRequest("prompt", f"has far too many tokens, must have at most {context - 1}")
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_format: str = "") -> ServedModel:
+    """Read tokenizer.json and, if present, generation_config.json, config.json and the chat template, which may take
+    `template_s` seconds of the processor for a conversation. `tool_format`: how the model writes calls of tools; empty:
+    as its template shows.
+
+    Raises CheckpointError naming the file that is missing or broken.
+    """
+    folder = checkpoint_folder(checkpoint, weights=False)
+    path = folder / "tokenizer.json"
+    blob = _read(path)
+    if blob is None:
+        raise CheckpointError(f"{path}: no such file; models.{name} must be a folder that holds tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_buffer(blob)
+        digest = tokenizer_digest(blob)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    eos_ids = tuple(_eos_ids(folder))
+    grammars = GrammarCompiler(folder, tokenizer.get_vocab_size(), eos_ids)
+    return ServedModel(name, tokenizer, digest, eos_ids, read_chat_template(folder, template_s, tool_format), grammars)
+
+
+def _eos_ids(folder: Path) -> Iterable[int]:
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        blob = _read(path)
+        if blob is None:
+            continue
+        try:
+            values: Any = json.loads(blob)
+            found = values.get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise CheckpointError(f"{path}: not a JSON object") from None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if len(ids) > MAX_STOP_IDS or not all(type(token) is int and token >= 0 for token in ids):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of up to {MAX_STOP_IDS}")
+        return ids
+    return ()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

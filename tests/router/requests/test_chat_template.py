@@ -1,0 +1,347 @@
+"""Messages become the prompt that `transformers` would make of them, and no template can hang the router."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import transformers
+
+from outrider.config import RouterConfig
+from outrider.errors import CheckpointError, InvalidRequest
+from outrider.v1 import inference_pb2 as pb
+from router.requests import chat_template as chat_module
+from router.requests.chat_template import ChatTemplate, TemplateMessage, read_chat_template
+from router.requests.served_models import ServedModel, load_model
+from router.requests.template_sandbox import MOST_CHARACTERS
+from router.server import run
+from tests.router.fakes import CONTEXT, FakeVerifier, announced
+from tests.router.rig import FOLDER, MODEL, SCRIPT, collect, running_router
+
+LLAMA = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+CHATML = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1, said={}) %}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'system' %}{% continue %}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}
+    {%- else %}
+        {%- set ns.last = loop.index0 %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{{ ns.last }}
+"""
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %}
+    [INST] {{ message['content'] }} [/INST]
+{% elif message['role'] == 'assistant' %}
+    {{ ' ' + message['content'] | tojson + eos_token }}
+{% else %}{{ dict(role=message.role) | tojson(indent=2) }}{% endif %}
+{% endfor %}{{ undefined_token }}{{ strftime_now('%Y') }}
+"""
+STRICT = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- message['role'] + ': ' + message['content'] + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL, "strict": STRICT}
+CONVERSATIONS = [
+    [("user", "What is 2 + 2?")],
+    [("user", "é🙂 <b>&amp;</b> {{ x }}"), ("assistant", "  'four'\n"), ("user", "Sure? <|endoftext|> yes")],
+    [("system", "Be brief."), ("user", ""), ("assistant", "Hm."), ("user", "def f(x):\n    return x\n")],
+]
+# Takes processor time in proportion to the number that it is sent, and then renders.
+HANG_OF_A_SECOND = (
+    "{% for i in range(1000) %}{% for j in range(messages[0].content | int // 1000) %}{% endfor %}{% endfor %}done"
+)
+HANG = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+HOG = "{% set x = 'x' * messages[0].content | int %}{{ x | length }}"
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """Makes a folder with the reference tokenizer and a template."""
+
+    def make(template: object = None, file: str | None = None, **config: object) -> Path:
+        made = tmp_path / "model"
+        made.mkdir(exist_ok=True)
+        shutil.copy(FOLDER / "tokenizer.json", made)
+        values = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
+        given = {} if template is None else {"chat_template": template}
+        (made / "tokenizer_config.json").write_text(json.dumps(values | given | config), encoding="utf-8")
+        if file is not None:
+            (made / "chat_template.jinja").write_text(file, encoding="utf-8")
+        return made
+
+    return make
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Path], ServedModel]]:
+    """Loads models, and closes them."""
+    models: list[ServedModel] = []
+
+    def load(folder: Path) -> ServedModel:
+        models.append(load_model("m", folder))
+        return models[-1]
+
+    yield load
+    for model in models:
+        model.close()
+
+
+def messages_of(conversation: Sequence[tuple[str, str]]) -> list[TemplateMessage]:
+    return [TemplateMessage(*pair) for pair in conversation]
+
+
+def template_of(model: ServedModel) -> ChatTemplate:
+    assert model.chat is not None
+    return model.chat
+
+
+@pytest.mark.parametrize(
+    ("name", "conversation"),
+    [
+        pytest.param(name, conversation, id=f"{name}-{kind}")
+        for name in TEMPLATES
+        for kind, conversation in zip(("one", "three", "system"), CONVERSATIONS, strict=True)
+        if (name, kind) != ("strict", "system")
+    ],
+)
+async def test_a_prompt_is_what_transformers_makes_of_the_messages(
+    folder: Folder, opened: Callable[[Path], ServedModel], name: str, conversation: list[tuple[str, str]]
+) -> None:
+    made = folder(TEMPLATES[name], eos_token={"__type": "AddedToken", "content": "<|endoftext|>", "special": True})
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
+    model = opened(made)
+    messages: Any = [{"role": role, "content": content} for role, content in conversation]
+    how = {"add_generation_prompt": True}
+    text = await template_of(model).render(messages_of(conversation))
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **how)
+    ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
+    assert list(await model.encode_chat(messages_of(conversation))) == ids
+
+
+async def test_what_a_template_refuses_is_refused_with_its_words(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    made = folder(TEMPLATES["strict"], eos_token="<|endoftext|>")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
+    messages: Any = [{"role": role, "content": content} for role, content in CONVERSATIONS[-1]]
+    assert CONVERSATIONS[-1][0][0] == "system"
+    with pytest.raises(Exception, match="Roles must alternate"):
+        theirs.apply_chat_template(messages, tokenize=False)
+    with pytest.raises(InvalidRequest, match="messages: the model's chat template refuses them: Roles must alter"):
+        await opened(made).encode_chat(messages_of(CONVERSATIONS[-1]))
+
+
+async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    assert await template_of(opened(folder(named))).render(messages_of(CONVERSATIONS[0])) == "default"
+    assert await template_of(opened(folder(named, file="file"))).render(messages_of(CONVERSATIONS[0])) == "file"
+
+
+@pytest.mark.parametrize(
+    ("template", "file", "problem"),
+    [
+        ("{% if %}", None, r"tokenizer_config\.json: is not a valid chat template: Expected.*\(line 1\)"),
+        (None, "x\n{% for %}", r"chat_template\.jinja: is not a valid chat template: .*\(line 2\)"),
+        ("{{ 7 ** (7 ** 10) }}", None, r"tokenizer_config\.json: is not a valid chat template: it takes too long"),
+        (17, None, r"tokenizer_config\.json: chat_template must be a string"),
+    ],
+)
+async def test_a_template_that_does_not_compile_is_named_when_the_router_starts(
+    folder: Folder, template: object, file: str | None, problem: str
+) -> None:
+    config = RouterConfig(listen="127.0.0.1:0", models={"m": folder(template, file)})
+    with pytest.raises(CheckpointError, match=problem):
+        await run(config, "redis://127.0.0.1:1", announce=print)
+
+
+async def test_no_template_can_hang_or_exhaust_the_router(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    wicked = "{% if messages[0].role == 'hang' %}" + HANG + "{% elif messages[0].role == 'hog' %}" + HOG
+    template = template_of(opened(folder(wicked + "{% else %}{{ messages[0].content * 1000 }}{% endif %}")))
+    for message, problem in (
+        (TemplateMessage("hang", ""), "takes too long"),
+        (TemplateMessage("hog", "99999999999"), "takes too much memory"),
+        (TemplateMessage("user", "x" * (MOST_CHARACTERS // 1000 + 1)), f"more than {MOST_CHARACTERS} characters"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(InvalidRequest, match=rf"^messages: .*{problem}"):
+            await template.render([message])
+        assert time.monotonic() - began < 30
+        assert await template.render([TemplateMessage("user", "x")]) == "x" * 1000  # and the next one is fine
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(_x=1) }}",
+        "{{ range(1000000) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include 'x' %}",
+        "{{ '\\ud800' }}",
+    ],
+)
+async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], ServedModel], attempt: str) -> None:
+    with pytest.raises(InvalidRequest, match="the model's chat template refuses them"):
+        await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
+
+
+def test_the_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@host")
+    template = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
+    try:
+        template.check()
+        assert template._process is not None
+        environment = Path(f"/proc/{template._process.pid}/environ").read_text(encoding="utf-8")
+    finally:
+        template.close()
+    assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(chat_module.ENVIRONMENT)
+
+
+def test_a_folder_without_a_template_has_none_and_starts_nothing(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_module, "subprocess", None)
+    assert read_chat_template(folder()) is None
+    assert read_chat_template(folder([{"name": "tool_use", "template": "tools"}])) is None
+
+
+def conversation(*pairs: tuple[str, str], **fields: Any) -> pb.GenerateRequest:
+    messages = [pb.Message(role=role, content=content) for role, content in pairs]
+    return pb.GenerateRequest(messages=messages, sampling=pb.Sampling(max_tokens=4), **fields)
+
+
+async def test_a_conversation_goes_on_as_a_whole(redis_url: str, folder: Folder) -> None:
+    made = folder(STRICT)
+    digest = MODEL.digest
+    async with (
+        running_router(redis_url, models={"target": made}) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, digest),
+    ):
+        first = conversation(("user", "hi"))
+        started, chunks, _ = await collect(rig.stub.Generate(first))
+        prompt = MODEL.tokenizer.encode("<|endoftext|>user: hi\nassistant: ", add_special_tokens=False).ids
+        log = await rig.sessions.read(started.session_id)
+        assert list(log.tokens) == prompt + SCRIPT[:4]
+        answer = "".join(chunk.text for chunk in chunks)
+        further = (("user", "hi"), ("assistant", answer), ("user", "go on"))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(rig.stub.Generate(conversation(*further, session_id=started.session_id)))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "messages: are a whole conversation" in str(refused.value.details())
+        again, *_ = await collect(
+            rig.stub.Generate(conversation(*further, session_id=started.session_id, whole_history=True))
+        )
+        assert started.session_id in (again.session_id, again.forked_from)
+        assert again.prompt_tokens > len(prompt) + 4
+
+
+async def test_the_first_turn_of_an_empty_session_may_be_messages_and_be_repeated(
+    redis_url: str, folder: Folder
+) -> None:
+    async with (
+        running_router(redis_url, models={"target": folder(STRICT)}) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        session = (await rig.stub.CreateSession(pb.CreateSessionRequest())).session_id
+        request = conversation(("user", "hi"), session_id=session, idempotency_key="k")
+        first = await collect(rig.stub.Generate(request))
+        second = await collect(rig.stub.Generate(request))
+        assert [[token for chunk in chunks for token in chunk.token_ids] for _, chunks, _ in (first, second)] == [
+            SCRIPT[:4],
+            SCRIPT[:4],
+        ]
+        assert first[0].session_id == second[0].session_id == session
+
+
+BAD = [
+    (pb.GenerateRequest(text="x", messages=[pb.Message(role="user")]), "messages: are set together with a prompt"),
+    (conversation(("", "x")), r"messages[0].role: is empty"),
+    (conversation(("assistant", "x")), "messages: the model's chat template refuses them: Roles must alternate"),
+    (conversation(("user", "x " * CONTEXT)), "prompt: has"),
+    (conversation(("user", "x" * (MOST_CHARACTERS + 1))), f"more than {MOST_CHARACTERS} characters"),
+]
+
+
+async def test_what_is_wrong_with_messages_is_named(redis_url: str, folder: Folder) -> None:
+    async with (
+        running_router(redis_url, models={"target": folder(STRICT)}, max_request_bytes=2**24) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        for request, problem in BAD:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await collect(rig.stub.Generate(request))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert problem in str(refused.value.details())
+
+
+async def test_a_model_without_a_template_asks_for_a_prompt(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(rig.stub.Generate(conversation(("user", "hi"))))
+        assert "messages: model 'target' has no chat template; send a prompt" in str(refused.value.details())
+
+
+async def test_a_template_that_makes_nothing_is_no_prompt(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    with pytest.raises(InvalidRequest, match="messages: the model's chat template renders an empty prompt"):
+        await template_of(opened(folder("{# nothing #}"))).render(messages_of(CONVERSATIONS[0]))
+
+
+async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folder) -> None:
+    """A fraction of a second, which a limit of the process in whole seconds could not give."""
+    template = read_chat_template(folder(HANG_OF_A_SECOND), 0.4)
+    assert template is not None
+    try:
+        with pytest.raises(InvalidRequest, match=r"it takes too long \(template_s\)"):
+            await template.render([TemplateMessage("user", "99000000")])
+        assert await template.render([TemplateMessage("user", "1")]) == "done"
+    finally:
+        template.close()
+
+
+async def test_who_ends_the_templates_process_waits_for_the_next_one_and_nobody_else(folder: Folder) -> None:
+    template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
+    assert template is not None
+    try:
+        first = template._process
+        with pytest.raises(InvalidRequest, match="it takes too long"):
+            await template.render([TemplateMessage("user", "99000000")], "one")
+        assert template._process not in (None, first)
+        assert await template.render([TemplateMessage("user", "1")], "two") == "done"
+    finally:
+        template.close()
