@@ -59,7 +59,7 @@ class Machine(NamedTuple):
     target: int  # parameters that the target is padded to
     drafts: Drafts = "model"  # of the drafter
     pinned: bool = False  # whether the verifier has a core of its own
-    model: str = "drafter"  # that drafts: "drafter", "mid", or "mid < drafter", where the first drafts for the second
+    model: str = "drafter"  # the drafters: "drafter", "mid", or "mid < drafter", where the first drafts for the second
 
 
 class Case(NamedTuple):
@@ -74,7 +74,7 @@ class Passes(NamedTuple):
     """Sums over the steps of a load."""
 
     seconds: float  # of the verifier's passes
-    alone: float  # that they would have taken if nothing had drafted
+    alone: float  # seconds that the same steps would have taken without drafts
     drafted: float  # of the drafters' passes
 
 

@@ -98,7 +98,7 @@ def options_of(options: BenchOptions, overlap: str) -> BenchOptions:
 async def _distant(
     options: BenchOptions, target: Path, name: str, split: CoreSplit, link: Link
 ) -> AsyncIterator[ClusterRow]:
-    """Start a cluster with a proxy as the link between drafter and verifier. Yields its row."""
+    """Start a cluster with a proxy as the link between drafter and verifier. Yield its row."""
     async with (
         FaultProxy("", seed=SEED) as proxy,
         running(options.cluster(target, via=proxy.address), split) as cluster,

@@ -104,7 +104,7 @@ class Bench:
     def objectives(self, tokens: int) -> float:
         """Train a drafter for each objective and print the table.
 
-        Returns the lead of the distilled drafter over the one that learned from text alone, as a share.
+        Return the lead of the distilled drafter over the one that learned from text alone, as a share.
         """
         made = {
             name: self._train(name, DrafterRecipe(**self._common(name, tokens), layers=LAYERS, objective=name))

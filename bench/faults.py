@@ -194,7 +194,7 @@ class _Connection:
                     await writer.wait_closed()
 
     def reset(self) -> bool:
-        """Reset the connections to both peers, unless they have ended in order. Returns False the second time."""
+        """Reset the connections to both peers, unless they have ended in order. Return False the second time."""
         if self._ended:
             return False
         self._ended = True

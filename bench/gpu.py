@@ -68,7 +68,7 @@ class Point:
     tokens: int  # new tokens of each text, at least
     dtype: str
     parameters: int
-    step_bytes: int  # that a plain step must read
+    step_bytes: int  # bytes that a plain step must read
     copy_bytes_s: float  # bandwidth of a copy: bytes read and bytes written
     datasheet_bytes_s: float | None
     plain_step_ms: float
@@ -158,7 +158,7 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="[default: by the time, in bench/results]")
     ] = None,
 ) -> None:
-    """Run the benchmark. Prints the line of each point as soon as it is measured."""
+    """Run the benchmark. Print the line of each point as soon as it is measured."""
     import torch
 
     from bench.rows.rounds import RoundGrowth

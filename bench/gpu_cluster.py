@@ -50,7 +50,7 @@ def main(
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     slots: Annotated[int, typer.Option(min=1)] = 32,
 ) -> None:
-    """Start the cluster, verify and measure it. Ends with status 1 if a text differs or a command fails."""
+    """Start the cluster, verify and measure it. End with status 1 if a text differs or a command fails."""
     with tempfile.TemporaryDirectory(prefix="outrider-gpu-") as scratch:
         folder = Path(scratch)
         target, drafter = folder / "target", folder / "drafter"

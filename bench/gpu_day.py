@@ -24,7 +24,7 @@ import typer
 from outrider.cli.command import FAILURE
 
 ROOT = Path(__file__).parents[1]
-KILL_S = 5.0  # that a part has to end after its limit
+KILL_S = 5.0  # time in which a part has to end after its limit
 TESTS = (
     "tests/engine/gpu",
     "tests/verifier/test_drawn_by_engine.py",
@@ -49,7 +49,7 @@ class Part:
     arguments: Sequence[str]  # of Python
     limit_s: float
     environment: dict[str, str] = field(default_factory=dict)
-    program: Sequence[str] = ()  # that runs Python
+    program: Sequence[str] = ()  # the command that runs Python
 
     @property
     def missing(self) -> str:
@@ -103,7 +103,7 @@ def main(
     gpt_fast: Annotated[Path | None, typer.Option(help="A checkout of gpt-fast, measured beside plain steps.")] = None,
     within: Annotated[float, typer.Option(min=1, help="Seconds for all parts together.")] = 2700,
 ) -> None:
-    """Run the parts that have not passed yet. Ends with status 1 if one fails."""
+    """Run the parts that have not passed yet. End with status 1 if one fails."""
     known = {part.name: part for part in PARTS}
     if gpt_fast is not None:
         known |= {

@@ -181,7 +181,7 @@ def main(
     model: Annotated[Path, typer.Option(help="A checkpoint folder.")] = ROOT / "models" / "target",
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="Of work; may be repeated. [default: all]")] = None,
 ) -> None:
-    """Compare the engines. Ends with status 1 if a gap is too wide."""
+    """Compare the engines. End with status 1 if a gap is too wide."""
     with reported():
         both = Parity(model, device)
         for kind in KINDS:

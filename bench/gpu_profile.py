@@ -1,9 +1,9 @@
 """Where a step's time goes on a device, kernel by kernel: `python -m bench.gpu_profile --shape 8b --texts 1`.
 
-The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
+The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of several rows a
 text, without adapters or with some, are measured and then traced: milliseconds of a step, those until the host has
-launched it, and the sum over all kernels; then the microseconds of each kernel in a step. With `--levels`, so many
-levels that the device grows behind a drafter's step are measured beside as many steps of the host. With `--heads`, the
+launched it, and the sum over all kernels; then the microseconds of each kernel in a step. With `--levels`, levels
+that the device grows behind a drafter's step are measured beside as many steps of the host. With `--heads`, the
 target has EAGLE-3 heads, and rounds of as many levels are measured, which begin with what a step keeps.
 """
 
@@ -146,8 +146,8 @@ def work(texts: int, rows: int, context: int, adapters: Sequence[object]) -> tup
 def drafted(
     engine: DeviceEngine, segments: Sequence[Segment], draws: Sequence[Draw], levels: int
 ) -> tuple[float, float]:
-    """Return the milliseconds of a drafter's round of a level and so many more: where the device grows these, and where
-    the host is given each level's candidates and makes nothing of them."""
+    """Return the milliseconds of a drafter's round of a level and `levels` more: where the device grows these, and
+    where the host is given each level's candidates and makes nothing of them."""
     grows = [Growth(it.prefix + it.span, np.zeros(it.outputs), 1.0, 3, -20.0, 10**6) for it in segments]
     later = [
         replace(it, prefix=it.prefix + it.span, tokens=np.arange(LEVEL_ROWS), positions=at, mask=np.eye(LEVEL_ROWS) > 0)
@@ -185,7 +185,7 @@ def drafted_by_heads(
     prompts: Sequence[Sequence[int]],
     levels: int,
 ) -> tuple[float, float]:
-    """Return the milliseconds of a round of a level and so many more below the last tokens, and of keeping a step's
+    """Return the milliseconds of a round of a level and `levels` more below the last tokens, and of keeping a step's
     features."""
     assert engine.speculator is not None
     texts = [[*prompt, FOLLOWING] for prompt in prompts]

@@ -50,7 +50,7 @@ class BenchOptions:
     drafter: Mapping[str, Any]
     rules: tuple[RuleName, ...]  # acceptance rules beside shared noise: a row of each
     drafts: tuple[Drafts, ...]  # drafters without a model: a row of each
-    learning_tokens: int  # that each of these rows generates at each temperature before it is measured
+    learning_tokens: int  # tokens that each of these rows generates at each temperature before it is measured
     models: Path
     peers: Mapping[str, Path]
     llama_cpp: bool  # whether to measure llama.cpp, too

@@ -33,7 +33,7 @@ from outrider.v1.verifier_pb2 import VerifierDescription
 WARM_UP_TOKENS = 24
 LEARNING = ("in-process", "distributed")  # rows that measure which overlap mode is fastest
 SHARED = ("plain", "distributed")  # rows of one cluster
-LEARNING_TOKENS = 512  # that they need for it
+LEARNING_TOKENS = 512  # tokens that these rows need for that
 SPARE_SLOTS = 4  # for sessions of the previous measurement that have not ended yet
 ANSWER_TOKENS = 48  # suite load
 COLD_S = 10.0  # of a cluster that has just begun

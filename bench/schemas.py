@@ -1,7 +1,7 @@
 """`python -m bench.schemas FOLDER`: are answers valid against JSON schemas that others wrote?
 
-FOLDER is one of the JSON-Schema-Test-Suite, tests/draft2020-12. Its schemas are taken file by file in turns, until so
-many can be followed; those that cannot are refused by name and counted. A cluster of router, verifier, drafter and
+FOLDER is one of the JSON-Schema-Test-Suite, tests/draft2020-12. Its schemas are taken file by file in turns, until
+enough can be followed; those that cannot are refused by name and counted. A cluster of router, verifier, drafter and
 Redis answers within each of them, with speculation. The package `jsonschema` judges what ended by itself; how many
 texts are those of plain decoding is counted, too. The last line:
 `schemas: schemas=… outputs=… ended=… valid=… same=… refused=…`.

@@ -20,7 +20,7 @@ from outrider.errors import InternalError
 
 MID = 100_000_000  # parameters that the middle model is padded to
 JUDGED = 24  # nodes that a drafter with a tier below it scores in one pass
-LEARNING_TOKENS = 512  # that a row generates at each temperature before it is measured
+LEARNING_TOKENS = 512  # tokens that a row generates at each temperature before it is measured
 TRIALS = 20  # generations, at most, in which the router measures which tiers pay
 MEASURED = "measured"  # the row in which it does so; in the other rows all tiers draft
 SETS = (

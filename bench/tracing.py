@@ -101,7 +101,7 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """Run a process that accepts all OTLP exports and drops them. Yields its endpoint."""
+    """Run a process that accepts all OTLP exports and drops them. Yield its endpoint."""
     process = Popen([sys.executable, "-m", "bench.tracing", "--collect"], stdout=PIPE, stdin=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     try:

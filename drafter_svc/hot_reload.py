@@ -65,7 +65,7 @@ class HotReload:
         register_metric("outrider.version.rollbacks", lambda: self.rollbacks)
 
     async def run(self) -> None:
-        """Looks for versions until cancelled. While Redis is unreachable nothing changes."""
+        """Look for versions until cancelled. While Redis is unreachable nothing changes."""
         while True:
             try:
                 await self.poll()
@@ -123,7 +123,7 @@ class HotReload:
             await self._swap(0, partial(self._load, self._required.folder))
 
     async def _swap(self, number: int, load: Callable[[], Engine]) -> None:
-        """Loads an engine while the scheduler goes on, and has the scheduler use it. Raises as loading does."""
+        """Load an engine while the scheduler goes on, and have the scheduler use it. Raises as loading does."""
         began = time.monotonic()
         engine = await asyncio.to_thread(run_in_short_lived_thread, load)
         self._count()

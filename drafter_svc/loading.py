@@ -38,7 +38,7 @@ from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 
 
 def check_settings(config: DrafterConfig) -> None:
-    """Raises ConfigError for settings that exclude one another."""
+    """Raise ConfigError for settings that exclude one another."""
     whole = config.drafts == "model" and config.target is None and config.layers is None and not config.skip
     alone = whole and config.tensor_parallel == 1
     if config.learns and not (alone and config.heads is None):
@@ -156,7 +156,7 @@ def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity
 
 
 def without_model(config: DrafterConfig, worker_id: str) -> DrafterServicer:
-    """Return a drafter without a model. Reads only the tokenizer and the configuration.
+    """Return a drafter without a model. Read only the tokenizer and the configuration.
 
     Raises TokenizerMismatch for a store of another tokenizer.
     """

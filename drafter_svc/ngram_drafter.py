@@ -29,7 +29,7 @@ class NgramMember:
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has read
     answer_position: int = 0
-    grammar: GrammarState | None = None  # that of the contract, as soon as it is compiled
+    grammar: GrammarState | None = None  # state of the contract's grammar, as soon as it is compiled
     followed: int = 0  # tokens of the answer that the grammar's state is behind
 
     def close_grammar(self) -> None:
@@ -75,7 +75,7 @@ class NgramScheduler:
             self._enqueue(key, member.inbox, update)
 
     def closed(self, key: Attachment) -> None:
-        """Ends a session. Its answer is given to the lookup's store."""
+        """End a session. Its answer is given to the lookup's store."""
         member = self.members.pop(key, None)
         if member is not None:
             member.close_grammar()
@@ -109,7 +109,7 @@ class NgramScheduler:
         return member.mirror is not None and member.mirror.worth_drafting and member.read < len(member.mirror.tokens)
 
     def _serve(self, key: Attachment, member: NgramMember) -> None:
-        """Applies messages, reads a chunk, and proposes once all of the text is read."""
+        """Apply messages, read a chunk, and propose once all of the text is read."""
         if not self._apply_inbox(key, member):
             return
         mirror, lookup = member.mirror, member.lookup
@@ -125,7 +125,7 @@ class NgramScheduler:
             self._send(key, delta, mirror.plan.version, True)
 
     def _apply_inbox(self, key: Attachment, member: NgramMember) -> bool:
-        """Applies messages. Returns False when the mirror differs from the upstream's copy: a snapshot is requested."""
+        """Apply messages. Return False when the mirror differs from the upstream's copy: a snapshot is requested."""
         while member.inbox:
             message = member.inbox.popleft()
             if isinstance(message, MirrorSnapshot):

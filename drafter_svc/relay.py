@@ -29,38 +29,38 @@ class LowerTier(Protocol):
     """Sends to the lower tier."""
 
     def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Sends new tokens from `position` on, or new terms."""
+        """Send new tokens from `position` on, or new terms."""
 
     def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Sends a snapshot to all drafters of a session."""
+        """Send a snapshot to all drafters of a session."""
 
     def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Sends the scores of this drafter's model."""
+        """Send the scores of this drafter's model."""
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Reports nodes that were dropped from the tree although the target may still choose them."""
+        """Report nodes that were dropped from the tree although the target may still choose them."""
 
     def subscribe_waiting(self, session: UpstreamSession) -> None:
-        """Subscribes the drafters that were waiting for this session."""
+        """Subscribe the drafters that were waiting for this session."""
 
 
 class NoLowerTier:
     """The null object: this drafter serves no lower tier."""
 
     def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def subscribe_waiting(self, session: UpstreamSession) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class RelayedTerms:
@@ -128,13 +128,13 @@ class Relay(UpstreamSession):
         return 0 if self.drawn else MAX_DRAFTERS
 
     def on_drafter_subscribed(self) -> None:
-        """Sends hints; levels wait for the new drafter from the next commit on."""
+        """Send hints; levels wait for the new drafter from the next commit on."""
         self.hint(time.monotonic())
 
     def on_delta(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
-        """Sends new nodes up at once; removes those for which the upstream gives no credit."""
+        """Send new nodes up at once; remove those for which the upstream gives no credit."""
         beyond = added[self._session.room :]
         self._lower_tier.report_dropped(self.owners(name for node in beyond for name in node.names))
         for node in reversed(beyond):
@@ -143,7 +143,7 @@ class Relay(UpstreamSession):
         self.changed = True
 
     def exhaust(self, subscription: Subscription, position: int) -> None:
-        """Notes that the drafter has nothing more to send, so that no level waits for it."""
+        """Note that the drafter has nothing more to send, so that no level waits for it."""
         super().exhaust(subscription, position)
         self.changed = True
 
@@ -158,14 +158,14 @@ class Relay(UpstreamSession):
             node = child
 
     def publish(self, position: int, tokens: Sequence[int], now: float) -> None:
-        """Sends committed tokens, from `position` on, or changed terms."""
+        """Send committed tokens, from `position` on, or changed terms."""
         self.terms.plan = self._session.plan
         if tokens:
             self._last_sent = now
         self._lower_tier.publish(self, position, tokens)
 
     def hint(self, now: float) -> None:
-        """Sends the best of the tree, as far as this drafter's model has scored it. A drafter that was exhausted may
+        """Send the best of the tree, as far as this drafter's model has scored it. A drafter that was exhausted may
         have more nodes then.
         """
         if not self.subscriptions:

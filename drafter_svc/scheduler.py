@@ -52,7 +52,7 @@ class ScheduledSession:
     """A session in the scheduler, and the upstream's messages since the last level."""
 
     kv_slot: AcquiredSlot
-    kv_scope: str  # within what its KV may be shared
+    kv_scope: str  # KV is shared only among sessions with the same value
     adapter: object | None = None  # of the model
     inbox: Inbox = field(default_factory=Inbox)
     session: DrafterSession | None = None
@@ -151,10 +151,10 @@ class DraftScheduler:
         self._changed.set()
 
     def on_drafter_connected(self, drafter_id: str) -> None:
-        """Does nothing: no measurement depends on which drafters the lower tier has."""
+        """Do nothing: no measurement depends on which drafters the lower tier has."""
 
     def closed(self, key: Attachment) -> None:
-        """Ends a session. Its KV stays until memory is needed.
+        """End a session. Its KV stays until memory is needed.
 
         A pass that runs writes only behind the rows that count, so the slot may be acquired at once.
         """
@@ -206,7 +206,7 @@ class DraftScheduler:
             self._executor.close()
 
     async def _choose(self) -> list[LevelPart]:
-        """Return the parts of the next level, once a level is worth running. Applies the upstreams' messages."""
+        """Return the parts of the next level, once a level is worth running. Apply the upstreams' messages."""
         while True:
             self._changed.clear()
             self._take_engine()
@@ -238,8 +238,8 @@ class DraftScheduler:
     def _reserve(
         self, session: DrafterSession, segment: Segment, behind: Sequence[tuple[Attachment, ScheduledSession]]
     ) -> bool:
-        """Whether there is memory for a session's next segment and all of its text. Preempts sessions `behind` it as
-        far as needed: the first session in line always drafts.
+        """Return whether there is memory for a session's next segment and all of its text. Preempt sessions `behind` it
+        as far as needed: the first session in line always drafts.
         """
         if not self._budget.bounded:
             return True
@@ -249,7 +249,7 @@ class DraftScheduler:
         return self._budget.reserve(session.slot, session.cached, end, self._preemptions(behind))
 
     def _preemptions(self, behind: Sequence[tuple[Attachment, ScheduledSession]]) -> Iterator[ScheduledSession]:
-        """Yields sessions whose KV was released, from the last one on; they read their texts again later."""
+        """Yield sessions whose KV was released, from the last one on; they read their texts again later."""
         for _, member in reversed(behind):
             if member.session is not None and member.session.cached:
                 self.preempted += 1
@@ -259,13 +259,13 @@ class DraftScheduler:
                 yield member
 
     def _drop_kv(self, member: ScheduledSession) -> None:
-        """Drops a session's KV; the nodes that it has sent stay valid at the upstream."""
+        """Drop a session's KV; the nodes that it has sent stay valid at the upstream."""
         member.kv_slot, member.next = AcquiredSlot(member.kv_slot.slot, 0, None), None
         if member.session is not None and not member.session.drop_kv():
             member.inbox.appendleft(member.session.snapshot())
 
     def _read_on(self) -> bool:
-        """Reads more of long texts, to find repetitions in. Returns whether any session read."""
+        """Read more of long texts, to find repetitions in. Return whether any session read."""
         left = READ_ON
         for member in self.members.values():
             if left and member.session is not None and member.session.behind:
@@ -294,7 +294,7 @@ class DraftScheduler:
         return member.relay.hold_s(time.monotonic(), self._level_s.mean)
 
     def _catch_up(self, key: Attachment, member: ScheduledSession) -> None:
-        """Applies the upstream's messages. A session with nothing left to draft sends `exhausted` at once."""
+        """Apply the upstream's messages. A session with nothing left to draft sends `exhausted` at once."""
         self._apply_inbox(key, member)
         session, member.has_read = member.session, False
         if session is not None:
@@ -314,7 +314,7 @@ class DraftScheduler:
             session.sampler.grammar = self._grammars.known(grammar, answer, key.tenant)
 
     def _adapter_of(self, key: Attachment, contract: Contract) -> tuple[object | None, str]:
-        """Return the model's own adapter for a contract, once it is loaded, and within what KV may then be shared."""
+        """Return the model's own adapter for a contract, once it is loaded, and the scope of its KV."""
         if contract.adapter is None or self._adapters is None:
             return None, key.tenant
         loop = asyncio.get_running_loop()
@@ -400,7 +400,7 @@ class DraftScheduler:
         self._executor.release(member.kv_slot.slot, len(held))
 
     def _relay(self, key: Attachment, member: ScheduledSession, session: DrafterSession) -> None:
-        """Opens the session for the lower tier, or restarts it there."""
+        """Open the session for the lower tier, or restart it there."""
         if member.relay is not None:
             member.relay.restart(session)
             return
@@ -411,14 +411,14 @@ class DraftScheduler:
     def _forward_up(
         self, key: Attachment, member: ScheduledSession, nodes: Sequence[Node], origin: str, span: bytes
     ) -> None:
-        """Sends the lower tier's nodes up at once, with this model's scores where it has them."""
+        """Send the lower tier's nodes up at once, with this model's scores where it has them."""
         session = member.session
         if session is not None and nodes:
             session.rescore(nodes, self._fit(member, session))
             self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
 
     def _apply(self, member: ScheduledSession, session: DrafterSession, message: MirrorUpdate | Hints) -> bool:
-        """Applies a message. Returns False when the mirror differs from the upstream's copy."""
+        """Apply a message. Return False when the mirror differs from the upstream's copy."""
         if isinstance(message, Hints):
             session.tree.hint(message)
             return True
@@ -444,8 +444,8 @@ class DraftScheduler:
         return True
 
     async def _forward(self, parts: Sequence[LevelPart]) -> tuple[Logits, _Grown]:
-        """Runs the packed pass, and further levels behind it where the engine can; prepares noise, fits scores and
-        reads long texts meanwhile.
+        """Run the packed pass, and further levels behind it where the engine can; prepare noise, fit scores and
+        read long texts meanwhile.
         """
         draws = [part.session.draw(self._engine) for part in parts]
         segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
@@ -509,7 +509,7 @@ class DraftScheduler:
             self._send_new(part.key, member, part.session, deltas[-1])
 
     def _send_new(self, key: Attachment, member: ScheduledSession, session: DrafterSession, delta: Delta) -> None:
-        """Sends new nodes; when these are the last before the next commit, also those that were held back."""
+        """Send new nodes; when these are the last before the next commit, also those that were held back."""
         exhausted = member.next is None and not (member.relay is not None and member.relay.drafting)
         if exhausted:
             held_back = session.flush(self._fit(member, session))
@@ -539,6 +539,6 @@ class DraftScheduler:
 
 
 def _close_grammar(member: ScheduledSession) -> None:
-    """Gives up the session's place in its grammar."""
+    """Give up the session's place in its grammar."""
     if member.session is not None and member.session.sampler.grammar is not None:
         member.session.sampler.grammar.close()

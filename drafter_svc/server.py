@@ -30,7 +30,7 @@ from outrider.wire import drafter
 
 
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
-    """Serves until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
+    """Serve until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
     share the model, of which this is the first.
 
     Raises CheckpointError when the model cannot be loaded, ConfigError when the configuration does not fit the model or

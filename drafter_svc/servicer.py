@@ -39,7 +39,7 @@ class Capacity:
     slots: int  # sessions at once
     parameters: int  # of its model; 0: there is no model
     trained_for: str = ""  # digest of the target that its model's card names; "": any
-    features: WantedFeatures = NO_FEATURES  # that its model drafts from
+    features: WantedFeatures = NO_FEATURES  # the features that its model drafts from
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
@@ -91,14 +91,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
             return answer
 
     async def Detach(self, request: pb.DetachRequest, context: Context[Any, Any]) -> pb.DetachResponse:
-        """Stops drafting for a session."""
+        """Stop drafting for a session."""
         found = self.upstreams.find(request.session_id)
         if found and found[1].epoch <= request.epoch:
             self.upstreams.detach(*found)
         return pb.DetachResponse()
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.DrafterDescription:
-        """Describes this drafter: its model, its capacity and its state."""
+        """Describe this drafter: its model, its capacity and its state."""
         return pb.DrafterDescription(
             worker_id=self.worker_id,
             model=self._config.model_name,
@@ -139,7 +139,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         )
 
     def register_metrics(self) -> None:
-        """Registers the drafter's gauges and counters under their catalogue names."""
+        """Register the drafter's gauges and counters under their catalogue names."""
         scheduler, stream_servicer = self.scheduler, self.stream_servicer
         register_metric("outrider.sessions", lambda: len(scheduler.members))
         register_metric("outrider.draft.passes", lambda: scheduler.progress.steps)
@@ -159,7 +159,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         )
 
     def begin_drain(self) -> None:
-        """Takes no more sessions, and detaches from all sessions, upstream and in the lower tier."""
+        """Take no more sessions, and detach from all sessions, upstream and in the lower tier."""
         self.draining = True
         self.upstreams.detach_all()
         if self.stream_servicer is not None:

@@ -26,11 +26,11 @@ class TracedDrafts:
         self._span = start_span("drafting", attach, self._since, about)
 
     def start_draft(self) -> None:
-        """Starts the time of the next draft: the upstream has sent something."""
+        """Start the time of the next draft: the upstream has sent something."""
         self._since = time.monotonic()
 
     def trace_delta(self, delta: Delta, *, exhausted: bool) -> Delta:
-        """Makes a delta's span, and returns the delta with the span's id. A lower tier's delta has one already."""
+        """Make a delta's span, and return the delta with the span's id. A lower tier's delta has one already."""
         since, self._since = self._since, time.monotonic()
         if delta.span or not (delta.tokens or delta.rescored):
             return delta
@@ -45,5 +45,5 @@ class TracedDrafts:
         return replace(delta, span=span_id_bytes(span)) if delta.tokens else delta
 
     def end(self) -> None:
-        """Ends the session's span."""
+        """End the session's span."""
         self._span.end()

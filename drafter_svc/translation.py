@@ -46,7 +46,7 @@ class Translation:
         self._settled = 0  # number of these whose translation never changes
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Adds the target's new tokens. Changes the end of `draft_tokens`, or only adds to it; returns how many are as
+        """Add the target's new tokens. Change the end of `draft_tokens`, or only add to it; return how many are as
         before.
         """
         same = len(self.draft_tokens)

@@ -52,7 +52,7 @@ class TranslatedSession:
 
 
 class Translator:
-    """Has a scheduler's interface, and has a scheduler draft; `send` receives the nodes in the target's tokens."""
+    """Wraps a scheduler for a drafter with another tokenizer; `send` receives the nodes in the target's tokens."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Translator:
         self._nodes = 0
 
     def serve(self, scheduler: DraftScheduler) -> None:
-        """Sets the scheduler. Its `send` must be this translator's `on_delta`, and its `resync` `reopen`."""
+        """Set the scheduler. Its `send` must be this translator's `on_delta`, and its `resync` `reopen`."""
         self._scheduler = scheduler
 
     @property
@@ -127,7 +127,7 @@ class Translator:
         self.reopen(key)
 
     def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
-        """Applies committed tokens or new terms. Hints are ignored: they are tokens of the other vocabulary, and no
+        """Apply committed tokens or new terms. Hints are ignored: they are tokens of the other vocabulary, and no
         text.
         """
         member = self._sessions.get(key)
@@ -161,7 +161,7 @@ class Translator:
         )
 
     def closed(self, key: Attachment) -> None:
-        """Ends a session."""
+        """End a session."""
         member = self._sessions.pop(key, None)
         if member is not None:
             if member.translating is not None:
@@ -169,7 +169,7 @@ class Translator:
             self._scheduler.closed(key)
 
     def reopen(self, key: Attachment) -> None:
-        """Opens the session in the scheduler as it is now."""
+        """Open the session in the scheduler as it is now."""
         member = self._sessions.get(key)
         if member is None or not member.translation.draft_tokens or not fits(member.mirror.contract):
             return
@@ -193,7 +193,7 @@ class Translator:
         )
 
     async def _catch_up(self, key: Attachment, member: TranslatedSession) -> None:
-        """Translates waiting tokens in a thread, a part at a time, so that a cancelled one ends soon."""
+        """Translate waiting tokens in a thread, a part at a time, so that a cancelled one ends soon."""
         try:
             while member.waiting:
                 part = member.waiting[:AT_ONCE]
@@ -211,7 +211,7 @@ class Translator:
         member.known = _settled(member)
 
     def on_delta(self, key: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
-        """Takes the scheduler's new nodes, and sends those that add tokens of the target up."""
+        """Take the scheduler's new nodes, and send those that add tokens of the target up."""
         member = self._sessions.get(key)
         if member is None:
             return
@@ -232,7 +232,7 @@ class Translator:
             self._send(key, member.mirror.announce(added), plan_version, exhausted)
 
     def _add_path(self, member: TranslatedSession, node: Node, room: int) -> list[Node]:
-        """Adds the path to a draft node to the tree of the target's tokens. Its new nodes get the draft node's path
+        """Add the path to a draft node to the tree of the target's tokens. Its new nodes get the draft node's path
         score.
         """
         tree, score = member.mirror.tree, member.draft_tree.score(node)

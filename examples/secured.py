@@ -1,6 +1,6 @@
 """TLS and an API key. usage: python examples/secured.py HOST:PORT CA.pem KEYFILE
 
-OUTRIDER_ROUTER, OUTRIDER_CA and OUTRIDER_API_KEY_FILE say the same to any program, and so does a profile (docs/sdk.md).
+OUTRIDER_ROUTER, OUTRIDER_CA and OUTRIDER_API_KEY_FILE set these for any program, and so does a profile (docs/sdk.md).
 """
 
 import sys

@@ -45,7 +45,7 @@ DrafterNames = Annotated[tuple[DrafterName, ...], Field(min_length=1)]
 Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
 
 
-REMOVED = {  # keys that there were, with what to do instead
+REMOVED = {  # removed keys, with what to do instead
     "pad_stream_s": "is no longer there; a proxy that buffers answers can hide their pace instead"
 }
 
@@ -127,7 +127,7 @@ class RouterConfig(GrpcConfig):
     tool_formats: dict[str, ToolFormatName] = {}  # how models write calls of tools; left out: as templates show
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
-    lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
+    lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for this time loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all
     adapter_publishers: tuple[str, ...] = ()  # loaders whose adapters are for all tenants; *: those of all loaders
@@ -323,7 +323,7 @@ class ClusterConfig(Section):
 
 
 def _next_port(address: Address | None, by: int) -> Address | None:
-    """Return an address with a port that is higher by so many; port 0 takes a free one anyway."""
+    """Return an address with a port that is higher by `by`; port 0 takes a free one anyway."""
     if address is None:
         return None
     host, _, port = address.rpartition(":")

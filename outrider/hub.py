@@ -59,7 +59,7 @@ def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
     Downloads the files that the cache lacks: configuration, tokenizer and chat template, and with `weights` the
     safetensors. The hub's environment variables apply: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE.
 
-    Raises CheckpointError for a repository that cannot be downloaded, with what to do. Does not check
+    Raises CheckpointError for a repository that cannot be downloaded, with what to do. Do not check
     the content of a path.
     """
     name = hub_name(checkpoint)

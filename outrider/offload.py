@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sized
 from typing import ParamSpec, TypeVar
 
-LONG = 2048  # tokens; work over so many takes a millisecond or two
+LONG = 2048  # tokens; work over this many takes a millisecond or two
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")

@@ -10,7 +10,7 @@ PROTOS = Path(__file__).parent
 
 
 def generate(destination: Path) -> None:
-    """Writes the stubs of every proto below `protos/` into `destination`/outrider/v1."""
+    """Write the stubs of every proto below `protos/` into `destination`/outrider/v1."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     outputs = [f"--{kind}_out={destination}" for kind in ("python", "pyi", "grpc_python")]

@@ -31,14 +31,14 @@ FRESH_S = 24 * 3600
 
 
 def is_reachable(url: str, patience_s: float) -> bool:
-    """Whether an HTTP server answers, whatever its answer. Proxies are those of the environment."""
+    """Return whether an HTTP server answers, whatever its answer. Proxies are those of the environment."""
     answered = threading.Event()
 
     def call() -> None:
         try:
             urllib.request.urlopen(url, timeout=patience_s).close()
         except urllib.error.HTTPError:
-            pass  # that is an answer, too
+            pass  # an error is an answer, too
         except OSError:
             return
         answered.set()

@@ -99,7 +99,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/training/tasks/test_heads_task.py",
     "tests/verifier/proposers/test_head_drafts.py::test_two_ranks",
 )
-MAIN = (  # of these, what `make test` runs all the same
+MAIN = (  # of these, what `make test` runs nevertheless
     "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",
     "tests/e2e/test_exactness.py::test_many_sessions_at_once_say_what_each_says_alone[sampled]",
     "tests/e2e/test_exactness.py::test_two_drafters_of_one_session_change_nothing[filtered]",

@@ -14,7 +14,7 @@ INITIAL_WINDOW_SIZE = 4
 
 
 class Http2Client:
-    """One connection, whose calls begin with a flow-control window of so many bytes."""
+    """One connection, whose calls begin with a flow-control window of a given size."""
 
     def __init__(self, address: str, *, window: int = 65535) -> None:
         self._address = address
@@ -35,7 +35,7 @@ class Http2Client:
         self._writer.transport.abort()
 
     def call(self, method: str, message: bytes, timeout: str = "1H") -> int:
-        """Opens a call of one message. Returns its stream. `timeout`: as gRPC has it in a header, for example "2S"."""
+        """Opens a call of one message. Return its stream. `timeout`: as gRPC has it in a header, for example "2S"."""
         self._stream += 2
         fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": self._address}
         headers = b"".join(

@@ -51,7 +51,7 @@ class Durations:
 
 
 def balanced(files: set[str], seconds: dict[str, float], lanes: int) -> list[set[str]]:
-    """The longest first, each to the lane that has least. Every process has to come to the same: tenths of a second are
+    """The longest first, each to the lane that has least. All processes need one result: tenths of a second are
     added as integers, whose sum does not depend on the order of a set."""
     groups: defaultdict[str, set[str]] = defaultdict(set)
     for file in files:

@@ -71,7 +71,7 @@ class _Places:
         signal.signal(signal.SIGPROF, self._before)
 
     def beat(self, lag_s: float) -> None:
-        """The loop has run its timer, so much too late."""
+        """The loop has run its timer, `lag_s` too late."""
         signal.setitimer(signal.ITIMER_PROF, self._after_s)
         if lag_s > self._longest_s and self._latest:
             self._longest_s, self.of_longest = lag_s, self._latest

@@ -87,7 +87,7 @@ def test_a_service_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, files: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(audit, "PATIENCE_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # which accepts nobody
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts nobody
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert audit.main(["--quick", "--service", address, *files]) == 0
         (line,) = capfd.readouterr().out.splitlines()

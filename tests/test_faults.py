@@ -17,7 +17,7 @@ import pytest_asyncio
 from bench.faults import CHUNK, HELD, FaultProxy
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-QUIET_S = 0.15  # in which nothing must happen
+QUIET_S = 0.15  # time in which nothing must happen
 
 
 class Peer:
@@ -71,7 +71,7 @@ async def closed(*writers: Writer) -> None:
 
 
 async def silent(waiting: Awaitable[object]) -> bool:
-    """Whether nothing comes of it for a while."""
+    """Return whether nothing comes of it for a while."""
     try:
         await asyncio.wait_for(waiting, QUIET_S)
     except TimeoutError:

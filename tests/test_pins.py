@@ -45,7 +45,7 @@ def needed() -> set[str]:
 
 
 def test_every_dependency_is_pinned() -> None:
-    unpinned = needed() - pins().keys() - {"pip"}  # which installs
+    unpinned = needed() - pins().keys() - {"pip"}  # pip installs the others
     # Each version of PyTorch names one version of its packages for CUDA.
     assert {name for name in unpinned if not name.startswith(("nvidia-", "cuda-"))} == set()
 

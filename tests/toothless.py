@@ -153,7 +153,7 @@ def _definitions(home: Module, name: str) -> Iterator[tuple[Module, ast.AST]]:
 
 @cache
 def _of_product(module: Module, part: ast.AST) -> bool:
-    """Whether a part uses what the product has, by import, or by name in a command or a script."""
+    """Return whether a part uses what the product has, by import, or by name in a command or a script."""
     if any(module.imported.get(name, ("",))[0].partition(".")[0] in PRODUCT for name in _names(part)):
         return True
     texts = (node.value for node in ast.walk(part) if isinstance(node, ast.Constant) and isinstance(node.value, str))
@@ -179,7 +179,7 @@ def _asserts(part: ast.AST) -> bool:
 
 
 def _weak(test: Function) -> bool:
-    """Whether every assertion of a test holds of nearly anything."""
+    """Return whether every assertion of a test holds of nearly anything."""
     if any(_asserts(node) for node in ast.walk(test) if isinstance(node, ast.Call)):
         return False
     return all(_holds_of_much(node.test) for node in ast.walk(test) if isinstance(node, ast.Assert))
@@ -209,7 +209,7 @@ def _own(test: Function) -> Iterator[ast.AST]:
 
 
 def _broad(kind: ast.expr | None) -> bool:
-    """Whether an `except` of this catches failed assertions."""
+    """Return whether an `except` of this catches failed assertions."""
     kinds: Iterable[ast.expr | None] = kind.elts if isinstance(kind, ast.Tuple) else [kind]
     return any(one is None or (isinstance(one, ast.Name) and one.id in BROAD) for one in kinds)
 

@@ -16,7 +16,7 @@ from outrider.errors import CheckpointError, ConfigError, Conflict, InvalidReque
 class LoadedAdapter(NamedTuple):
     """An adapter that sessions may have."""
 
-    weights: object  # that segments have; a session keeps it, also after it was dropped here
+    weights: object  # the weights for segments; a session keeps them, also after they were dropped here
     digest: str
     rank: int
     parameters: int

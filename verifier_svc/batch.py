@@ -54,7 +54,7 @@ class SessionWork:
         return alone and self.chooses and self.end - self.start == 1
 
     def add(self, node: Node, score: float, rows: dict[Node, int]) -> None:
-        """Adds a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
+        """Add a node with its path score, whose parent is the root or was added before; `rows` maps each added node to
         its row."""
         self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
         self.nodes.append(node)
@@ -102,7 +102,7 @@ class StepBatch:
     prompt_tokens: int = 0  # prompt tokens, without each decoding session's last one
     waited: float = 0.0  # seconds the step was held back on purpose
     began: float = 0.0  # when the forward pass began, by time.monotonic
-    seconds: float = 0.0  # that the forward pass took
+    seconds: float = 0.0  # duration of the forward pass
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
     begun: bool = False  # the engine began it behind the pass before
     since_last: float = 0.0  # seconds from the commits of the step before to those of this one

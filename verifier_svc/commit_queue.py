@@ -42,11 +42,11 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         return self.durable + self._window
 
     def acknowledge(self, durable: int) -> None:
-        """Notes that the router's log holds so many tokens."""
+        """Note that the router's log holds `durable` tokens."""
         self.durable = max(self.durable, durable)
 
     def close(self) -> None:
-        """Ends the reader's wait: no commit follows."""
+        """End the reader's wait: no commit follows."""
         self.put_nowait(None)
 
     def _put(self, item: StepCommit | None) -> None:

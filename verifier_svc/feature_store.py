@@ -31,7 +31,7 @@ class FeatureFuser(Protocol):
         """Return the features of a session that begins in a slot; None: none are kept."""
 
     async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        """Keeps the features of the rows that the step commits. Called after the pass and before the commit."""
+        """Keep the features of the rows that the step commits. Called after the pass and before the commit."""
 
 
 class NoFeatureFuser(FeatureFuser):

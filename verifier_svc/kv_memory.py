@@ -32,7 +32,7 @@ class KvMemory:
         self._trees = nodes // PAGE + SPARE  # pages
 
     async def prepare(self) -> None:
-        """Runs the queued changes in the thread of the passes, if there are heads or features, whose copies are long:
+        """Run the queued changes in the thread of the passes, if there are heads or features, whose copies are long:
         `schedulable` runs changes in the event loop's thread, which holds up all streams.
         """
         if self._budget.bounded and self._engine.features is not None:
@@ -65,7 +65,7 @@ class KvMemory:
         return schedulable
 
     def _preemptions(self, behind: Sequence[VerifierSession]) -> Iterator[VerifierSession]:
-        """Yields sessions whose KV was released, from the last one on."""
+        """Yield sessions whose KV was released, from the last one on."""
         for session in reversed(behind):
             if session.cached:
                 self._preempt(session)

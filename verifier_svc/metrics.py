@@ -35,14 +35,14 @@ class StepMetrics:
             register_metric(f"outrider.adapter.{name}", partial(self._by_adapter, name))
 
     def record_pass(self, rows: int, seconds: float, waited: float) -> None:
-        """Records a pass that has ended."""
+        """Record a pass that has ended."""
         self.steps += 1
         self.rows += rows
         self._forward.record(seconds)
         self._wait.record(waited)
 
     def record_commit(self, report: StepReport, tokens: int, adapter: Adapter | None) -> None:
-        """Records a commit of so many tokens for one session, which has this adapter or none."""
+        """Record a commit of `tokens` tokens for one session, which has this adapter or none."""
         self.committed += tokens
         if adapter is not None:
             known = adapter.folder in self._adapted or len(self._adapted) < MAX_ADAPTERS

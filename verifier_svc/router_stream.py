@@ -30,7 +30,7 @@ from verifier_svc.session import VerifierSession
 from verifier_svc.tracing import TracedSteps
 
 MAX_GENERATIONS = 1024  # of one router
-MESSAGE_BYTES = 2**20  # from so many bytes of log-probabilities on, the rest waits for the next message
+MESSAGE_BYTES = 2**20  # from this many bytes of log-probabilities on, the rest waits for the next message
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: ove
 LEAST_SHARE = 4
 ID_CHARACTERS = 8  # of sessions that estimates() names
 MAX_LISTED = 200
-GRAMMARS_S = 0.01  # for which a step waits for grammars' processes
+GRAMMARS_S = 0.01  # seconds that a step waits for grammars' processes
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class StepScheduler:
         self._stopped = False  # `run` has ended
 
     def open(self, start: SessionStart) -> VerifierSession:
-        """Gives a session a KV slot, if possible one that holds the KV of its first tokens.
+        """Give a session a KV slot, if possible one that holds the KV of its first tokens.
 
         A session that is open under an older epoch is closed as fenced, and its KV stays for the new one. Raises
         Superseded for an epoch that is not newer, Overloaded when all slots are in use, Moved when this verifier is
@@ -162,7 +162,7 @@ class StepScheduler:
         contract: Contract = PREFILL,
         adapter: object | None = None,
     ) -> int:
-        """Prefills a text; its KV stays in a free slot. Returns how many tokens have KV. Raises as `open`.
+        """Prefill a text; its KV stays in a free slot. Return how many tokens have KV. Raises as `open`.
 
         `known`: the digest of a prefix of the tokens, as a token tree takes it; `contract`: PREFILL, with an adapter
         where the text has one; `adapter`: that as the engine has loaded it.
@@ -187,7 +187,7 @@ class StepScheduler:
         return session.cached
 
     def close(self, session: VerifierSession) -> None:
-        """Ends a session: no new step starts for it, and its KV stays until memory is needed. Closing it again changes
+        """End a session: no new step starts for it, and its KV stays until memory is needed. Closing it again changes
         nothing.
 
         A pass that runs writes only behind the rows that count, so the slot may be acquired at once. Where the engine
@@ -234,14 +234,14 @@ class StepScheduler:
         return self._stopped or self._drained is not None
 
     def begin_drain(self, drained: Callable[[], None]) -> None:
-        """Starts no further step. After the running step, closes all sessions as moved and calls `drained`."""
+        """Start no further step. After the running step, close all sessions as moved and call `drained`."""
         self._drained = drained
         self.wake()
         if self._stopped:
             drained()
 
     def on_drafter_connected(self, drafter_id: str) -> None:
-        """Tries soon again what did not pay, if it is a drafter that was not here lately."""
+        """Try soon again what did not pay, if it is a drafter that was not here lately."""
         if drafter_id not in self._known_drafters:
             self._known_drafters.append(drafter_id)
             self.steering.governor.reconsider()
@@ -251,7 +251,7 @@ class StepScheduler:
         self._changed.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled. When it ends, for whatever reason, all sessions are closed at once as moved."""
+        """Run steps until cancelled. When it ends, for whatever reason, all sessions are closed at once as moved."""
         try:
             while True:
                 await self._follow_grammars()
@@ -272,12 +272,12 @@ class StepScheduler:
             self._executor.close()
 
     async def _choose(self) -> StepBatch:
-        """Returns the next step: the best nodes of all trees.
+        """Return the next step: the best nodes of all trees.
 
-        Waits until a session is ready, and then for as long as a better tree is worth more than the time.
+        Wait until a session is ready, and then for as long as a better tree is worth more than the time.
         """
         waited, back_to_back = 0.0, bool(self._pass_ended)
-        incomplete: VerifierSession | None = None  # whose plan forbids a step over the tree that it has
+        incomplete: VerifierSession | None = None  # a session whose plan forbids a step over its present tree
         while True:
             await self._memory.prepare()
             self._changed.clear()
@@ -315,7 +315,7 @@ class StepScheduler:
             waited += time.monotonic() - held
 
     async def _follow_grammars(self) -> None:
-        """Waits a moment for what grammars force behind the latest commits. Sessions whose grammars take longer join a
+        """Wait a moment for what grammars force behind the latest commits. Sessions whose grammars take longer join a
         later step."""
         ends = time.monotonic() + GRAMMARS_S
         while late := [grammar for it in self.sessions.values() if (grammar := it.awaited_grammar) is not None]:
@@ -330,7 +330,7 @@ class StepScheduler:
                     await self._changed.wait()
 
     def _end_failed(self) -> None:
-        """Ends the sessions whose grammars can be followed no longer."""
+        """End the sessions whose grammars can be followed no longer."""
         for session in [*self.sessions.values()]:
             if session.grammar is not None and session.grammar.failure is not None:
                 session.commits.failure = session.grammar.failure
@@ -352,7 +352,7 @@ class StepScheduler:
         drained()
 
     def _select(self, works: list[SessionWork], now: float) -> tuple[StepBatch, VerificationBudget]:
-        """Adds the best nodes of all trees to the works. Returns the step, and the budget that it keeps to."""
+        """Add the best nodes of all trees to the works. Return the step, and the budget that it keeps to."""
         base = sum(work.end - work.start for work in works)
         rows: dict[Node, int] = {}
         decoding = [work for work in works if work.chooses]
@@ -376,7 +376,7 @@ class StepScheduler:
         return StepBatch(works, budget.price, budget.expected / budget.seconds, prompt_tokens), budget
 
     def _add_full_trees(self, works: Sequence[SessionWork], rows: dict[Node, int]) -> float:
-        """Adds the trees that a step takes complete, level by level. Returns their expected accepted tokens.
+        """Add the trees that a step takes complete, level by level. Return their expected accepted tokens.
 
         Choosing nodes of a sampled tree by their scores would bias the text (docs/protocol.md, section 12). For the
         same reason a session is charged for the nodes that its plan allows, and not for those that it has.
@@ -409,7 +409,7 @@ class StepScheduler:
         return works
 
     async def _forward(self, step: StepBatch) -> Logits:
-        """Runs the packed pass, and computes the noise meanwhile. Returns the logits."""
+        """Run the packed pass, and compute the noise meanwhile. Return the logits."""
         segments = [work.segment() for work in step.works]
         draws = [work.draw(self._engine) for work in step.works]
         began = time.monotonic()
@@ -477,7 +477,7 @@ class StepScheduler:
         return walks
 
     def _commit(self, step: StepBatch, walks: Sequence[Walk | None]) -> list[SessionCommit]:
-        """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes."""
+        """Commit for each session: keep accepted nodes' KV, append tokens, re-root trees, publish."""
         now = time.monotonic()
         self._ngram_proposers.renew_allowance()
         rates = self.steering.rates() if self.steering.overlap_mode is OverlapMode.REST else (0, 0)
@@ -514,7 +514,7 @@ class StepScheduler:
             self.metrics.record_commit(commit.report, len(commit.choices), work.session.contract.adapter)
 
     def _end_prefill(self, step: StepBatch, work: SessionWork) -> None:
-        """Counts the rows of a prompt's chunk as read."""
+        """Count the rows of a prompt's chunk as read."""
         session = work.session
         session.cached = work.end
         self.slots.mark_computed(session.kv_slot.slot, session.cached)
@@ -527,7 +527,7 @@ class StepScheduler:
     def _commit_work(
         self, step: StepBatch, work: SessionWork, walked: Walk, now: float, rates: tuple[int, int]
     ) -> StepCommit:
-        """Commits what the walk chose for one session: as far as the generation may go, and to its first stop token.
+        """Commit what the walk chose for one session: as far as the generation may go, and to its first stop token.
 
         `rates`: see `step_report`.
         """
@@ -557,7 +557,7 @@ class StepScheduler:
         return commit
 
     def _keep(self, work: SessionWork, path: Sequence[int]) -> None:
-        """Moves the accepted rows up behind the committed ones. The root's own row is one of the pending rows."""
+        """Move the accepted rows up behind the committed ones. The root's own row is one of the pending rows."""
         session = work.session
         chain = work.end - work.start
         if path and path[-1] != len(path):

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
-    """Serves until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
+    """Serve until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
     share the model, of which this is the first.
 
     Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound, or a
@@ -144,7 +144,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
 
 
 def _register_metrics(engine: Engine, scheduler: StepScheduler, stream_servicer: UpstreamServicer) -> None:
-    """Registers the verifier's gauges and counters under their catalogue names."""
+    """Register the verifier's gauges and counters under their catalogue names."""
     register_metric("outrider.slots", lambda: engine.slots)
     register_metric("outrider.sessions", lambda: len(scheduler.sessions))
     register_metric("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(scheduler.sessions.values())))
@@ -223,7 +223,7 @@ def _weights(config: VerifierConfig) -> str:
 
 
 def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostModel]:
-    """Return the target, and what its passes cost here. Logs if the target can only be served without speculation."""
+    """Return the target, and what its passes cost here. Log if the target can only be served without speculation."""
     engine = lead(load_part(config, group), group)
     if engine.treeless:
         log.warning("%s is served without speculation: %s", config.model, engine.treeless)

@@ -33,7 +33,7 @@ from verifier_svc.scheduler import PREFILL, StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
 MAX_WINDOW = 4096  # tokens beyond the durable position
-LEASE_MS = range(100, 600_001)  # that a router may request
+LEASE_MS = range(100, 600_001)  # leases that a router may request
 SLOT_S = 0.25  # how long a start waits for a slot: a session that has just ended releases its slot a moment later
 
 Requests = AsyncIterator[pb.DecodeRequest]
@@ -67,12 +67,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self._slot_queue = asyncio.Lock()  # starts wait for a slot in this order
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
-        """Serves all generations of one router."""
+        """Serve all generations of one router."""
         async with errors_as_status(context):
             await RouterStream(self, self._scheduler).run(requests, context.write)
 
     async def open_session(self, start: pb.DecodeStart) -> VerifierSession:
-        """Checks a start and opens its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
+        """Check a start and open its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
         `StepScheduler.open`."""
         checked = await offload_if_long(start.tokens, self._check, start)
         if checked.contract.adapter is not None:
@@ -98,7 +98,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self._scheduler.wake()
 
     def attributes(self, session: VerifierSession) -> Attributes:
-        """Returns what the span of a traced session has."""
+        """Return what the span of a traced session has."""
         return {
             "outrider.session.id": session.id,
             "outrider.epoch": session.epoch,
@@ -134,7 +134,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             return pb.WarmResponse(cached=cached)
 
     async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context[Any, Any]) -> pb.ReadAdapterResponse:
-        """Reads an adapter."""
+        """Read an adapter."""
         async with errors_as_status(context):
             self._check_model(request.model)
             found = await self._adapters.load(request.folder)
@@ -153,7 +153,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                     await context.write(step)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
-        """Describes this verifier: its model, its capacity and its state."""
+        """Describe this verifier: its model, its capacity and its state."""
         times = self._scheduler.times.medians()
         return pb.VerifierDescription(
             worker_id=self._worker_id,
@@ -212,7 +212,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             raise NotFound(f"model '{model}' is not here; this verifier holds '{self._config.model_name}'")
 
     def _check(self, start: pb.DecodeStart) -> SessionStart:
-        """Return the checked start. Takes time in proportion to its text, and may be called in any thread."""
+        """Return the checked start. Take time in proportion to its text, and may be called in any thread."""
         self._check_text(start)
         if not 1 <= start.window <= MAX_WINDOW:
             raise InvalidRequest("window", f"is {start.window}, must be 1 to {MAX_WINDOW}")

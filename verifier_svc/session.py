@@ -211,7 +211,7 @@ class VerifierSession(UpstreamSession):
         return wanted or self.grammar is not None
 
     def propose_ngrams(self) -> None:
-        """Feeds the n-gram proposer new tokens and adds its proposals to the tree, where the verifier has one."""
+        """Feed the n-gram proposer new tokens and add its proposals to the tree, where the verifier has one."""
         if self.ngram_proposer is not None and self.terms.plan.depth and self.ngram_proposer.read(self.tokens):
             plan = self.ceilings
             self.ngram_proposer.grow(
@@ -225,7 +225,7 @@ class VerifierSession(UpstreamSession):
             )
 
     def propose_forced(self) -> None:
-        """Adds the tokens that the contract's grammar forces to the tree, as far as its plan goes."""
+        """Add the tokens that the contract's grammar forces to the tree, as far as its plan goes."""
         grammar, plan = self.grammar, self.ceilings
         if grammar is None or grammar.pending or not plan.depth or self.drawn:
             return
@@ -242,7 +242,7 @@ class VerifierSession(UpstreamSession):
             node = child
 
     def record_answer(self) -> None:
-        """Gives the finished answer to the n-gram proposer's store, for other sessions."""
+        """Give the finished answer to the n-gram proposer's store, for other sessions."""
         if self.ngram_proposer is not None:
             self.ngram_proposer.finish(self.tokens[self.answer_position :])
 
@@ -270,7 +270,7 @@ class VerifierSession(UpstreamSession):
     def commit(
         self, choices: Sequence[Choice], report: StepReport, now: float, drafter_credits: tuple[DrafterCredit, ...] = ()
     ) -> StepCommit:
-        """Appends the chosen tokens, re-roots the tree, and queues the commit for the router's stream."""
+        """Append the chosen tokens, re-root the tree, and queue the commit for the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
         position = len(self.tokens)

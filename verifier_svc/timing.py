@@ -25,7 +25,7 @@ class StepTimes:
         self._latest: deque[StepTime] = deque(maxlen=REMEMBERED)
 
     def add(self, time: StepTime) -> None:
-        """Adds a step."""
+        """Add a step."""
         self._latest.append(time)
 
     def medians(self) -> StepTime:

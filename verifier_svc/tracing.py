@@ -20,7 +20,7 @@ class StepFigures(NamedTuple):
     """What the spans of all sessions have in common."""
 
     began: float  # when the pass began, by time.monotonic
-    seconds: float  # that the pass took
+    seconds: float  # duration of the pass
     waited: float  # seconds for which the step was held back on purpose
     rows: int
     sessions: int
@@ -45,7 +45,7 @@ class TracedSteps:
         self._unused = 0  # of these, those that were late, did not fit the tree, or were known
 
     def on_delta(self, sender: int, delta: Delta, added: Sequence[Node]) -> None:
-        """Counts a delta's nodes, of which `added` were new, and remembers the delta's span."""
+        """Count a delta's nodes, of which `added` were new, and remember the delta's span."""
         self._drafted += len(delta.tokens)
         self._unused += len(delta.tokens) - len(added)
         if delta.span:
@@ -67,7 +67,7 @@ class TracedSteps:
         committed: int,
         accepted: int,
     ) -> None:
-        """Makes the span of a step that committed so many tokens, of which `accepted` were drafted. `control`: see
+        """Make the span of a step that committed `tokens` tokens, of which `accepted` were drafted. `control`: see
         `Steering.attributes`."""
         held, verified, plan, tree = pending.held, pending.verified, session.terms.plan, session.tree
         drafted, unused, self._drafted, self._unused = self._drafted, self._unused, 0, 0
@@ -99,7 +99,7 @@ class TracedSteps:
         )
 
     def on_prefill(self, step: StepFigures, start: int, end: int) -> None:
-        """Makes the span of a step that read tokens [start, end) of the prompt."""
+        """Make the span of a step that read tokens [start, end) of the prompt."""
         self._schedule_span("read", step, {"outrider.position": end, "outrider.tokens.read": end - start}, ())
 
     def _schedule_span(self, name: str, step: StepFigures, attributes: Attributes, drafts: Sequence[bytes]) -> None:

@@ -90,7 +90,7 @@ class Measured:
     tokens_per_s: float
     tokens_per_chunk: float
     us: dict[str, float]  # of a processor for each committed token, by process
-    stages: dict[str, dict[str, float]]  # the same by process and stage
+    stages: dict[str, dict[str, float]]  # those times by process and stage
     between_ms: tuple[float, float]  # from one pass to the next: median and 99th percentile
     gap_ms: tuple[float, float]  # from one chunk of a session to its next: median and 99th percentile
     resident_mb: dict[str, float]  # memory at the end, by process

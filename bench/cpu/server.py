@@ -28,7 +28,7 @@ class Script:
     """What the servers of one cluster are to simulate, and where they write what they measure."""
 
     acceptance: float  # share of positions at which the drafter's likeliest token is the target's
-    pass_s: float  # that a pass of the target sleeps
+    pass_s: float  # seconds that a pass of the target sleeps
     folder: str  # for a file `NAME.json` of each process
     native: bool = False  # the checkpoint's own engine; only the time between its passes is measured
 

@@ -1,7 +1,7 @@
 """How long a device waits for the host between two steps of plain decoding: `python -m bench.engine.gap`.
 
 The verifier's scheduler runs as it does when it serves, and a reader takes each session's commits; there is no gRPC.
-In place of a device stands a clock: a pass takes so many milliseconds from when it is begun. For each number of
+In place of a device stands a clock: a pass takes a fixed number of milliseconds. For each number of
 sessions it prints the median and the ninth decile of the milliseconds between the end of a pass and the beginning of
 the next: where the host begins each pass, and where the engine begins the next one by itself.
 """

@@ -29,7 +29,7 @@ from outrider.core.session.contract import Grammar
 from outrider.grammar.compiler import GrammarCompiler
 
 VOCABULARY = 151_936  # of Qwen2.5 and Qwen3
-TEXT_BYTES = 60_000_000  # that the tokenizer is trained on
+TEXT_BYTES = 60_000_000  # size of the text that the tokenizer is trained on
 ANSWER = json.dumps(
     {
         "function": "add_one_and_two",
@@ -57,7 +57,7 @@ def sources() -> Iterator[str]:
 
 
 def make_tokenizer(vocabulary: int) -> Tokenizer:
-    """Train a byte-pair tokenizer with at most so many ids, 0 being the end of a text."""
+    """Train a byte-pair tokenizer with at most `vocabulary` ids, 0 being the end of a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

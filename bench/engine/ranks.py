@@ -90,7 +90,7 @@ def measure(folder: Path, dtype: str, layouts: Sequence[RankLayout], rounds: int
 def _running(
     folder: Path, dtype: str, layout: RankLayout, costs: RankCosts
 ) -> Iterator[Callable[[int], tuple[float, float]]]:
-    """Run the ranks. Yields a function that times a pass over some rows. At the end, adds their memory to `costs`."""
+    """Run the ranks. Yield a function that times a pass over some rows. At the end, add their memory to `costs`."""
     spawn = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = f"tcp://127.0.0.1:{server.getsockname()[1]}"

@@ -69,7 +69,7 @@ def _size(target: int) -> str:
 
 
 def main(file: Path) -> None:
-    """Writes the README. Raises ValueError where it has no table, or the results another format."""
+    """Write the README. Raises ValueError where it has no table, or the results another format."""
     results = json.loads(file.read_text(encoding="utf-8"))
     if results.get("format", 1) != FORMAT:
         raise ValueError(f"{file} has results of format {results.get('format', 1)}, not {FORMAT}: measure anew")

@@ -26,7 +26,7 @@ def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
 
 
 def draw(results: BenchResults, json_path: Path) -> list[Path]:
-    """Draw the plots for which there are results, beside their JSON as NAME-PLOT.png. Returns the paths."""
+    """Draw the plots for which there are results, beside their JSON as NAME-PLOT.png. Return the paths."""
     mpl.use("Agg")
     wanted: list[tuple[str, bool, Callable[[BenchResults, Axes], None]]] = [
         ("concurrency", bool(results.loads), _concurrency),

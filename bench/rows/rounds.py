@@ -93,7 +93,7 @@ class RoundRunner:
             text.verified = text.drafted = len(text.tokens) - 1
 
     def step(self, texts: Sequence[RoundText]) -> int:
-        """Run one round. Returns the number of committed tokens."""
+        """Run one round. Return the number of committed tokens."""
         for text in texts:
             text.tree = []
         if self._drafter is not None and self._growth is not None:
@@ -204,7 +204,7 @@ def _expansion(text: RoundText, nodes: Sequence[int], used: int) -> Segment:
 
 
 def _grow(text: RoundText, expanded: Sequence[int], rows: Sequence[LogitsRow], growth: RoundGrowth) -> list[int]:
-    """Add the candidates of the expanded nodes to the tree. Returns the nodes to expand next."""
+    """Add the candidates of the expanded nodes to the tree. Return the nodes to expand next."""
     before = len(text.tree)
     for index, row in zip(expanded, rows, strict=True):
         assert row.best is not None

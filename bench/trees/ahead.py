@@ -33,7 +33,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.fleet import process_env
 
-NODES = 8  # that a pass verifies at most
+NODES = 8  # most nodes that a pass verifies
 PRICE = 0.07  # path score below which a node is not worth verifying: a usual one of small trees
 TINY = 1e-6  # path score below which a drafter that knows the target's tokens loses sight of them
 TURNS, AHEAD, UNDECIDED, KNOWN = "turns", "ahead", "ahead, undecided first", "ahead, the target's path known"
@@ -42,7 +42,7 @@ TURNS, AHEAD, UNDECIDED, KNOWN = "turns", "ahead", "ahead, undecided first", "ah
 class Drafting(NamedTuple):
     """How a drafter works beside the passes."""
 
-    rule: str  # which nodes it expands
+    rule: str  # the order in which it expands nodes
     rows: int  # nodes that a level expands at most
     width: int  # children of a node at most
 

@@ -76,7 +76,7 @@ class PathRows:
         return UNBOUNDED
 
     def read(self, text: Sequence[int]) -> NDArray[np.float32]:
-        """Read a text. Returns the logits after each of its tokens: [tokens, vocabulary]."""
+        """Read a text. Return the logits after each of its tokens: [tokens, vocabulary]."""
         self._text = text
         count = len(text)
         return self._engine.forward([Segment(0, 0, np.array(text, np.int64), np.arange(count, dtype=np.int64))])

@@ -15,7 +15,7 @@ from outrider.config import Section
 from outrider.simulation import deployment
 from outrider.training import recipe
 
-# Heading, class, and the command whose flags set the same.
+# Heading, class, and the command whose flags set its fields.
 SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("A cluster's file", config.ClusterConfig, ""),
     ("`[redis]`", config.RedisConfig, "router"),

@@ -19,7 +19,7 @@ class _Recomputed(DrafterSession):
     """Keeps rows of committed tokens alone; rows of nodes that were committed are computed anew."""
 
     def commit(self, tokens: Sequence[int]) -> KvMove | None:
-        """Follows the commit. Returns no rows to move."""
+        """Follows the commit. Return no rows to move."""
         for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
             node.expanded = False
         return super().commit(tokens)

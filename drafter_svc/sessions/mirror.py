@@ -18,7 +18,7 @@ class Inbox(deque[MirrorSnapshot | MirrorUpdate | Hints]):
     """A bounded queue of the messages of one session's upstream while the drafter is busy, in order."""
 
     def add(self, message: MirrorSnapshot | MirrorUpdate | Hints) -> bool:
-        """Queues a message. Returns False, and empties the queue, if it is full: the session needs a snapshot."""
+        """Queue a message. Return False, and empty the queue, if it is full: the session needs a snapshot."""
         if len(self) >= MAX_QUEUED:
             self.clear()
             return False
@@ -66,7 +66,7 @@ class Mirror:
         return self.plan.depth > 0 and self.terms.price < 1.0
 
     def apply_update(self, update: MirrorUpdate) -> bool:
-        """Applies committed tokens and terms. Returns False when the mirror differs from the upstream's copy: it needs
+        """Apply committed tokens and terms. Return False when the mirror differs from the upstream's copy: it needs
         a snapshot.
         """
         if update.position != len(self.tokens):
@@ -77,7 +77,7 @@ class Mirror:
         return self.tree.digest == update.digest
 
     def apply_terms(self, update: MirrorUpdate) -> list[tuple[int, int]]:
-        """Applies the terms of an update whose tokens have been applied. Returns the (sender, id) of nodes that the
+        """Apply the terms of an update whose tokens have been applied. Return the (sender, id) of nodes that the
         upstream dropped.
         """
         if update.plan is not None and update.plan.version > self.plan.version:
@@ -130,7 +130,7 @@ class Mirror:
         return [*found]
 
     def remove_dropped(self, identities: Sequence[int]) -> list[tuple[int, int]]:
-        """Removes nodes that the upstream dropped. Returns all their (sender, id)."""
+        """Remove nodes that the upstream dropped. Return all their (sender, id)."""
         names: list[tuple[int, int]] = []
         for identity in identities:
             node = self.tree.ids.node(OWN, identity)
@@ -152,5 +152,5 @@ class Mirror:
 
 
 def _was_sent(node: Node) -> bool:
-    """Whether this drafter has sent the node to the upstream."""
+    """Return whether this drafter has sent the node to the upstream."""
     return any(sender == OWN for sender, _ in node.names)

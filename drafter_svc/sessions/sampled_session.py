@@ -45,7 +45,7 @@ class SampledSession(DrafterSession):
         self._observations: list[tuple[int, int | None]] = []  # reached nodes: children, index of the accepted
 
     def drop_kv(self) -> bool:
-        """Drops all KV and waits for the next commit: drawn nodes stay, and nothing may be drawn beside them."""
+        """Drop all KV and wait for the next commit: drawn nodes stay, and nothing may be drawn beside them."""
         super().drop_kv()
         for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
             node.expanded = False

@@ -66,7 +66,7 @@ class DrafterSession(Mirror, ABC):
         self._cannot_draft = not snapshot.contract.allows_any(self.usable)
 
     def commit(self, tokens: Sequence[int]) -> KvMove | None:
-        """Re-roots the tree by committed tokens. Returns the rows to move so that valid KV stays in order."""
+        """Re-roots the tree by committed tokens. Return the rows to move so that valid KV stays in order."""
         matched = self._re_root(tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)
@@ -87,11 +87,11 @@ class DrafterSession(Mirror, ABC):
         return False
 
     def read_on(self, limit: int) -> int:
-        """Reads at most so many more tokens. Returns how many it read."""
+        """Read at most `limit` more tokens. Return how many it read."""
         return 0
 
     def drop_kv(self) -> bool:
-        """Drops all KV. Returns False if the session must restart from a snapshot; its nodes stay valid at the
+        """Drop all KV. Return False if the session must restart from a snapshot; its nodes stay valid at the
         upstream.
         """
         self.cached = 0
@@ -131,7 +131,7 @@ class DrafterSession(Mirror, ABC):
 
     @abstractmethod
     def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
-        """Proposes the children of `nodes` from the draft's logits after each. Returns the new nodes as a delta."""
+        """Proposes the children of `nodes` from the draft's logits after each. Return the new nodes as a delta."""
 
     def draw(self, engine: Traits) -> Draw | None:
         """Return how an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
@@ -170,16 +170,16 @@ class DrafterSession(Mirror, ABC):
 
     @abstractmethod
     def _re_root(self, tokens: Sequence[int]) -> list[Node]:
-        """Re-roots the tree. Returns the nodes on the committed path; expanded ones keep their KV."""
+        """Re-roots the tree. Return the nodes on the committed path; expanded ones keep their KV."""
 
     def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:
-        """Records that the rows of `segment` hold KV, after its pass."""
+        """Record that the rows of `segment` hold KV, after its pass."""
         added = [node for node in nodes if node is not self.tree.root]
         self.cached += len(segment.tokens) - len(added)
         self._hold(added)
 
     def _hold(self, nodes: Sequence[Node]) -> None:
-        """Records that the next cache rows hold the KV of these nodes."""
+        """Record that the next cache rows hold the KV of these nodes."""
         for node in nodes:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)

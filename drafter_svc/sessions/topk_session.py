@@ -71,7 +71,7 @@ class TopKSession(DrafterSession):
         return not self._has_read and self.construction.guesses and self.worth_drafting
 
     def read_on(self, limit: int) -> int:
-        """Reads more of the text that repetitions are looked up in. Returns the number of tokens."""
+        """Read more of the text that repetitions are looked up in. Return the number of tokens."""
         part = self.tokens[self.repeats.length : self.repeats.length + limit]
         self.repeats.extend(part)
         return len(part)
@@ -107,7 +107,7 @@ class TopKSession(DrafterSession):
             return None  # the level after this one may make room
         width = min(self.construction.width(plan), CHILDREN)
         most = min(MOST_LEVELS if self.terms.time_price else beside, plan.depth - 1 - min(map(tree.depth, nodes)))
-        if not self.terms.ahead:  # a step has room for so many
+        if not self.terms.ahead:  # a step has room for no more
             most = min(most, -(-(plan.nodes - len(self._rows) - len(nodes)) // LEVEL_ROWS))
         levels, gain, kept = 0, self.gain(fits, nodes), fits.kept(width)
         while levels < most and (gain := gain * kept) > max(self.level_price, LOWEST_SCORE):
@@ -188,7 +188,7 @@ class TopKSession(DrafterSession):
         return move
 
     def remove_dropped(self, identities: Sequence[int]) -> list[tuple[int, int]]:
-        """Removes dropped nodes, and the rows of nodes that have gone."""
+        """Remove dropped nodes, and the rows of nodes that have gone."""
         names = super().remove_dropped(identities)
         if identities:
             self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
@@ -228,7 +228,7 @@ class TopKSession(DrafterSession):
         self._rows = {node: row for node, row in self._rows.items() if node in alive}
 
     def _look_up(self, fit: RepeatFit) -> None:
-        """Once for each root, adds what followed an earlier repetition as a chain, as far as it is worth running. Adds
+        """Once for each root, add what followed an earlier repetition as a chain, as far as it is worth running. Add
         nothing before all of the text is read.
 
         A node of the chain is sent when the model has scored it.

@@ -25,7 +25,7 @@ class Refusals:
         self._sessions: OrderedDict[Key, str] = OrderedDict()
 
     def closed(self, key: Key, reason: str) -> None:
-        """Notes that the upstream ended an attachment."""
+        """Note that the upstream ended an attachment."""
         if reason.startswith(ORDERLY_ENDS):
             return
         if reason.startswith(FEATURES_REFUSED):
@@ -36,7 +36,7 @@ class Refusals:
             self._sessions.popitem(last=False)
 
     def failed(self, error: OutriderError) -> None:
-        """Notes that the stream ended with this error. gRPC reports an internal error when a stream's end meets a
+        """Note that the stream ended with this error. gRPC reports an internal error when a stream's end meets a
         write, and hides the upstream's status: then the known refusal stays.
         """
         if isinstance(error, InternalError) and self._refused:
@@ -47,16 +47,16 @@ class Refusals:
             self._refused, self._unreachable = printable(str(error)), ""
 
     def welcomed(self) -> None:
-        """Clears the stream's refusals: the upstream has accepted the stream."""
+        """Clear the stream's refusals: the upstream has accepted the stream."""
         self._refused = self._unreachable = ""
 
     def opened(self, key: Key) -> None:
-        """Clears the refusals of a session and of the stream: the session's snapshot was received."""
+        """Clear the refusals of a session and of the stream: the session's snapshot was received."""
         self._refused = ""
         self._sessions.pop(key, None)
 
     def forget(self, key: Key) -> None:
-        """Drops a session's refusal, which a router has received, because the session is subscribed again."""
+        """Drop a session's refusal, which a router has received, because the session is subscribed again."""
         self._sessions.pop(key, None)
 
     def reason(self, *, attached: bool) -> str:

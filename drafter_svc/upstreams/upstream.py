@@ -37,9 +37,9 @@ from outrider.wire.message_bounds import LONG, MAX_TOGETHER, decode
 
 log = logging.getLogger(__name__)
 
-OUTGOING_FRAMES = 4096  # that may be queued; an upstream that reads needs a handful
+OUTGOING_FRAMES = 4096  # most frames that may be queued; an upstream that reads needs a handful
 BATCH_BYTES = 2**20  # of deltas in one message, from which on the rest waits for the next
-LINGER_S = 0.002  # that a delta waits for those of the next levels, where these take less: a message costs as much
+LINGER_S = 0.002  # longest wait of a delta for those of the next levels, where these take less: a message costs as much
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
@@ -54,13 +54,13 @@ class Listener(Protocol):
     """Receives an upstream's messages about sessions."""
 
     def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
-        """Takes the committed tokens and the terms: start to draft, or restart."""
+        """Take the committed tokens and the terms: start to draft, or restart."""
 
     def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
-        """Takes new committed tokens, new terms, or the hints of an upstream that drafts itself."""
+        """Take new committed tokens, new terms, or the hints of an upstream that drafts itself."""
 
     def closed(self, key: Attachment) -> None:
-        """Stops drafting for this session until it is opened again."""
+        """Stop drafting for this session until it is opened again."""
 
     @property
     def progress(self) -> liveness.WorkClock:
@@ -75,13 +75,13 @@ class DraftTracer(Protocol):
     """Makes the trace spans of a session's drafts."""
 
     def start_draft(self) -> None:
-        """Starts the time of the next draft: the upstream has sent something."""
+        """Start the time of the next draft: the upstream has sent something."""
 
     def trace_delta(self, delta: Delta, *, exhausted: bool) -> Delta:
-        """Makes a delta's span, and returns the delta with the span's id."""
+        """Make a delta's span, and return the delta with the span's id."""
 
     def end(self) -> None:
-        """Ends the session's span."""
+        """End the session's span."""
 
 
 @dataclass(eq=False, slots=True)
@@ -146,14 +146,14 @@ class Upstream:
         return 0.0 if self.attachments else time.monotonic() - self._idle_since
 
     def attach(self, attachment: Attachment) -> None:
-        """Starts drafting for a session."""
+        """Start drafting for a session."""
         self.attachments[attachment.session_id] = attachment
         self._wanted.set()
         if self._open:
             self._subscribe(attachment)
 
     def resubscribe(self, attachment: Attachment, reason: str) -> None:
-        """Subscribes a session again, whose mirror differs from the upstream's copy or whose frames are malformed.
+        """Subscribe a session again, whose mirror differs from the upstream's copy or whose frames are malformed.
         After too many times its drafting ends, and the router receives the reason.
         """
         now = time.monotonic()
@@ -170,13 +170,13 @@ class Upstream:
         self._listener.closed(attachment)
 
     def detach(self, attachment: Attachment) -> None:
-        """Stops drafting for a session."""
+        """Stop drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
             self._drop(attachment)
             self._queue(wire.DraftUp(unsubscribe=wire.Unsubscribe(attachment=attachment.number)))
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
-        """Sends new nodes. The upstream's credit bounds what may be queued here."""
+        """Send new nodes. The upstream's credit bounds what may be queued here."""
         if attachment.traced is not None:
             delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
         self._queue(
@@ -190,7 +190,7 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -217,7 +217,7 @@ class Upstream:
             self._overrun.set()
 
     def _followed(self, frame: wire.DraftUp | wire.TreeDelta) -> bool:
-        """Whether another delta will be there at once, for the same message."""
+        """Return whether another delta will be there at once, for the same message."""
         more = self._batches and isinstance(frame, wire.TreeDelta) and not frame.exhausted
         return more and 0.0 < self._listener.level_s < LINGER_S
 
@@ -280,7 +280,7 @@ class Upstream:
             call.cancel()
 
     async def _frames(self, call: DraftCall) -> AsyncIterator[wire.DraftDown]:
-        """Yields received frames; counts bytes that do not parse, or are too many, which gRPC gives as None."""
+        """Yield received frames; count bytes that do not parse, or are too many, which gRPC gives as None."""
         async for frame in call:
             if frame is None:
                 self._count_refusal()
@@ -372,7 +372,7 @@ class Upstream:
             self.resubscribe(attachment, str(error))
 
     def _log_reason(self, reason: str) -> None:
-        """Logs once why no session can be drafted for here."""
+        """Log once why no session can be drafted for here."""
         if reason.startswith(FEATURES_REFUSED) and not self._reason_logged:
             self._reason_logged = True
             log.warning("upstream %s: nothing can be drafted for it: %s", self.address, reason)

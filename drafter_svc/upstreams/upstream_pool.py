@@ -51,8 +51,8 @@ class UpstreamPool:
         return None
 
     def upstream(self, address: str) -> Upstream:
-        """Return the stream to an upstream, or to the tunnel that leads there. Ends other streams that were idle for
-        long. Does not await: nothing may change between a look at the attachments and a new attachment.
+        """Return the stream to an upstream, or to the tunnel that leads there. End other streams that were idle for
+        long. Do not await: nothing may change between a look at the attachments and a new attachment.
         """
         others = [upstream for upstream in self.upstreams.values() if upstream.address != address]
         for idle in [upstream for upstream in others if upstream.idle_s > IDLE_S]:
@@ -67,23 +67,23 @@ class UpstreamPool:
         return self.upstreams[address]
 
     def detach(self, upstream: Upstream, attachment: Attachment) -> None:
-        """Stops drafting for a session."""
+        """Stop drafting for a session."""
         upstream.detach(attachment)
         self._listener.closed(attachment)
 
     def detach_all(self) -> None:
-        """Stops drafting for every session."""
+        """Stop drafting for every session."""
         for upstream in self.upstreams.values():
             for attachment in [*upstream.attachments.values()]:
                 self.detach(upstream, attachment)
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
-        """Sends new nodes of a session to its upstream."""
+        """Send new nodes of a session to its upstream."""
         if found := self.find(attachment.session_id):
             found[0].send(attachment, delta, plan_version, exhausted)
 
     def resync(self, attachment: Attachment) -> None:
-        """Requests a snapshot for a session whose mirror drifted."""
+        """Request a snapshot for a session whose mirror drifted."""
         if found := self.find(attachment.session_id):
             self.refused += 1
             found[0].resubscribe(
@@ -91,7 +91,7 @@ class UpstreamPool:
             )
 
     async def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         for upstream in self.upstreams.values():
             await upstream.close()
         await asyncio.gather(*self._closing)

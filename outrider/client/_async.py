@@ -127,7 +127,7 @@ class AsyncClient:
     async def watch(self, session: str) -> AsyncGenerator[StepTree, None]:
         """Yield a session's steps from now on: the verified trees and their accepted nodes.
 
-        Ends when the session is closed. Raises NotFound.
+        End when the session is closed. Raises NotFound.
         """
         request = wire.WatchSessionRequest(session_id=_wire.encodable("session", session))
         async with aclosing(self._router.listen("Watch", request)) as steps:
@@ -135,7 +135,7 @@ class AsyncClient:
                 yield _wire.step_tree_from_pb(step)
 
     async def cancel(self, session: str, *, timeout: float | None = None) -> None:
-        """Cancel a session's generation, whichever router and client it belongs to. Does nothing if it has ended."""
+        """Cancel a session's generation, whichever router and client it belongs to. Do nothing if it has ended."""
         request = wire.CancelRequest(session_id=_wire.encodable("session", session))
         await self._router.ask("Cancel", request, timeout)
 
@@ -150,7 +150,7 @@ class AsyncClient:
         return _wire.session_from_pb(await self._router.ask("GetSession", request, timeout))
 
     async def close_session(self, session: str, *, timeout: float | None = None) -> None:
-        """End a session and delete its tokens. Does nothing if it is closed already."""
+        """End a session and delete its tokens. Do nothing if it is closed already."""
         request = wire.CloseSessionRequest(session_id=_wire.encodable("session", session))
         await self._router.ask("CloseSession", request, timeout)
 

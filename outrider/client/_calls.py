@@ -16,7 +16,7 @@ from outrider.wire import inference as wire
 
 REPORT_BYTES = 2**15  # taken since the last report; the router sends at most twice as much ahead
 REPORT_PAUSE_S = 0.01  # between two reports
-IDLE_S = 10.0  # a stream without calls is closed after so long
+IDLE_S = 10.0  # a stream without calls is closed after this time
 LATE_S = 10.0  # how long the events of a call may come behind its end
 MAX_HELD = 8  # events on a call itself that wait here; gRPC's flow control holds back the rest
 

@@ -28,7 +28,7 @@ def parsed(schema: Any, text: str) -> Any:
 
 
 def _is_model(schema: Any) -> bool:
-    """Whether a schema is the class of a pydantic model."""
+    """Return whether a schema is the class of a pydantic model."""
     return hasattr(schema, "model_json_schema")
 
 

@@ -39,7 +39,7 @@ class LogprobRows(Sequence[TokenLogprobs]):
         return LogprobRows(self.rows[index]) if isinstance(index, slice) else _decoded(self.rows[index])
 
     def __eq__(self, other: object) -> bool:
-        """Whether all rows are the same; `other` may be any sequence of them."""
+        """Return whether all rows are the same; `other` may be any sequence of them."""
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:

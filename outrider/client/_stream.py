@@ -155,7 +155,7 @@ class AsyncStream:
         await self.cancel()
 
     async def _receive(self) -> Chunk | None:
-        """Return the chunk of the next event, None for another event. Makes a new call if none runs."""
+        """Return the chunk of the next event, None for another event. Make a new call if none runs."""
         if self._call is None:
             self._call = self._waiting = self._begin_call()
         event = await self._call.next()

@@ -85,7 +85,7 @@ class Client:
         return Stream(self._thread, stream)
 
     def cancel(self, session: str, *, timeout: float | None = None) -> None:
-        """Cancel a session's generation, whichever router and client it belongs to. Does nothing if it has ended."""
+        """Cancel a session's generation, whichever router and client it belongs to. Do nothing if it has ended."""
         self._thread.run(lambda: self._client.cancel(session, timeout=timeout))
 
     def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
@@ -97,7 +97,7 @@ class Client:
         return self._thread.run(lambda: self._client.get_session(session, timeout=timeout))
 
     def close_session(self, session: str, *, timeout: float | None = None) -> None:
-        """End a session and delete its tokens. Does nothing if it is closed already."""
+        """End a session and delete its tokens. Do nothing if it is closed already."""
         self._thread.run(lambda: self._client.close_session(session, timeout=timeout))
 
     def models(self, *, timeout: float | None = None) -> list[Model]:

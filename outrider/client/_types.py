@@ -95,7 +95,7 @@ class Generation:
     resumes: int = 0  # times that the call broke off and continued
     rule: str = SHARED_NOISE  # acceptance rule of drafted tokens
     lossy: bool = False  # the rule changes the distribution of the text; such a rule is used only on request
-    schema: Any = field(default=None, repr=False, compare=False)  # that of the request
+    schema: Any = field(default=None, repr=False, compare=False)  # the request's schema
     terms: AnswerTerms = field(default=ANY_TERMS, repr=False)  # what the request's answer may have in it
     form: ModelForm = field(default=PLAIN_FORM, repr=False)  # how the model writes that
 
@@ -222,4 +222,4 @@ class Model:
     verifiers: int
     drafters: int
     misfits: tuple[str, ...] = ()  # workers that are of no use to it, each with the reason
-    adapters: tuple[ModelAdapter, ...] = ()  # that requests may name, by name
+    adapters: tuple[ModelAdapter, ...] = ()  # the adapters that requests may name, by name

@@ -84,7 +84,7 @@ class Executor:
         return await asyncio.get_running_loop().run_in_executor(self._thread, changes_and_work)
 
     def replace_engine(self, engine: Engine) -> None:
-        """Use another engine from the next pass on. Closes the old one, whose KV and queued changes are dropped."""
+        """Use another engine from the next pass on. Close the old one, whose KV and queued changes are dropped."""
         self._engine.close()
         self._engine = engine
         self._queued.clear()
@@ -127,7 +127,7 @@ class Executor:
         if seconds.mean < INLINE_S and not copies:
             meanwhile()
             result = self._pass(seconds, changes, work)
-            await asyncio.sleep(0)  # for what has arrived meanwhile
+            await asyncio.sleep(0)  # lets changes in that have arrived meanwhile
             return result
         running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, seconds, changes, work)
         meanwhile()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FollowingPass:
-    """What may follow a pass of one row for each text: a row for each text that goes on, with the token just chosen."""
+    """The next decode step, started before the host has seen this one's tokens: one row for each unfinished text."""
 
     wanted: Callable[[], bool]  # asked when the tokens are there, in the engine's thread
     stop_ids: Sequence[Collection[int] | None]  # of each segment, the tokens that end its text; None: it ends with any

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from outrider.engine.interface.logits import BestTokens
 
-LEVEL_ROWS = 8  # rows of each segment in a level; of the segment's wanted rows so many count, the first ones
-CHILDREN = 8  # best tokens of a row that may be run
-MOST_LEVELS = 7  # that one call adds
+LEVEL_ROWS = 8  # at most this many rows per segment and level; further requested rows are ignored
+CHILDREN = 8  # at most this many children of a row
+MOST_LEVELS = 7  # levels that one call adds at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank, Tens
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
-# Up to so many bytes of weights a model is probed in float32 first: rounding to bfloat16 hides mistakes.
+# Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def connect_ranks(
 ) -> Group:
     """Connect this rank to the others that share a model, and return the kind of group that the engine needs.
 
-    Waits for all ranks at `rendezvous`, an address of rank 0's host; see `SocketGroup`. Raises RankLost;
+    Wait for all ranks at `rendezvous`, an address of rank 0's host; see `SocketGroup`. Raises RankLost;
     CheckpointError; ConfigError where packages or the device are missing.
     """
     if is_compiled(folder, backend, device):

@@ -56,7 +56,7 @@ class Cluster(ABC, Generic[ServerT]):
         _check_cards(config)
         self.processes: dict[str, ServerT] = {}  # by name
         self.redis_url = ""
-        self._redis: EmbeddedRedis | None = None  # that this cluster started
+        self._redis: EmbeddedRedis | None = None  # the server that this cluster started
         self._config = config
         self._drafters = len(config.drafters)  # number of drafters ever created, for their names
         self._forward = forward
@@ -81,7 +81,7 @@ class Cluster(ABC, Generic[ServerT]):
     async def misfits(self) -> list[str]:
         """Return a sentence for each drafter that can draft for no verifier.
 
-        Waits up to ANNOUNCED_S for workers to appear in the registry.
+        Wait up to ANNOUNCED_S for workers to appear in the registry.
         """
         names = {
             process.section.advertise or process.address: process.name

@@ -26,7 +26,7 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 def show_command_line(arguments: Sequence[str]) -> None:
     """Make `ps` show this command line for a process that was started with another one (Linux).
 
-    Does nothing if the kernel refuses the change. The package setproctitle would show one argument with spaces in it,
+    Do nothing if the kernel refuses the change. The package setproctitle would show one argument with spaces in it,
     and change the name by which `pgrep` finds the process.
     """
     encoded = b"".join(part.encode(errors="surrogateescape") + b"\0" for part in command_line(arguments))

@@ -96,7 +96,7 @@ async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: 
 
 
 async def _pipe(opened: ExitStack, limit: int) -> tuple[asyncio.StreamReader, int]:
-    """Create a pipe. Returns a reader, and the descriptor to write to, which `opened` closes."""
+    """Create a pipe. Return a reader, and the descriptor to write to, which `opened` closes."""
     reading, writing = os.pipe()
     opened.callback(os.close, writing)
     reader = asyncio.StreamReader(limit)
@@ -160,7 +160,7 @@ class _ForkServers:
         self._current: _ForkServer | None = None
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], ends: Sequence[int]) -> tuple[int, int]:
-        """Fork a server. Returns its pid and a descriptor of its process. Raises OSError."""
+        """Fork a server. Return its pid and a descriptor of its process. Raises OSError."""
         order = json.dumps([arguments, dict(environment), os.getcwd()])
         with self._lock:
             reading, writing = os.pipe()

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _fork(starter: socket.socket) -> int | None:
-    """Fork a server for each request. Returns the descriptor of its order in a server, None in this process."""
+    """Fork a server for each request. Return the descriptor of its order in a server, None in this process."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(starter, 1, 3)
         if not request:

@@ -67,7 +67,7 @@ class ClusterServer(Protocol):
         """Wait until the server has ended and return its exit status."""
 
     async def stop(self) -> None:
-        """Make the server drain and end; kill it after its drain time. Does nothing if it never started."""
+        """Make the server drain and end; kill it after its drain time. Do nothing if it never started."""
 
 
 class Process:

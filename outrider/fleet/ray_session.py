@@ -164,7 +164,7 @@ def needs(place: RayResources, threads: int) -> dict[str, float]:
 async def find_room(wanted: dict[str, float], count: int, who: str, join_s: float = JOIN_S) -> None:
     """Check that the cluster's nodes have room for `count` servers or ranks if nothing else ran on them.
 
-    Waits up to `join_s` seconds for nodes that are joining. Raises ConfigError if there is no room.
+    Wait up to `join_s` seconds for nodes that are joining. Raises ConfigError if there is no room.
     """
     import ray
 

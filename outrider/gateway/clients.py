@@ -21,7 +21,7 @@ _USED = "outrider.used"  # key in a request's scope: the clients that the reques
 @dataclass(slots=True)
 class _PooledClient:
     client: AsyncClient
-    requests: int = 0  # that use the client now
+    requests: int = 0  # requests that use the client now
 
 
 class TenantClients:

@@ -19,7 +19,7 @@ from outrider.gateway.keys import TENANT
 from outrider.gateway.schema import ResponseTerms
 from outrider.limits.tenant_shares import TenantShares
 
-OF_BODIES = 4  # answers may hold so many times the bytes of all bodies
+OF_BODIES = 4  # answers may hold this many times the bytes of all bodies
 ROW_BYTES = 64  # of a token with its log-probability
 ALTERNATIVE_BYTES = 20  # of each alternative, with 11 of its text; what longer ones take is counted when they come
 OVERHEAD_BYTES = 41  # of Python for each row

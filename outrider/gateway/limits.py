@@ -100,7 +100,7 @@ class HeldBody:
         self.size += size
 
     def copy(self, copies: int) -> None:
-        """Count the whole body so many times. Raises InvalidRequest, or Overloaded."""
+        """Charge the body's size `copies` times (n > 1). Raises InvalidRequest, or Overloaded."""
         if self.size * copies > self._most:
             most = self._most // self.size
             raise InvalidRequest("n", f"is {copies}, must be at most {most} for a request of {self.size} bytes")

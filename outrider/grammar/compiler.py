@@ -19,12 +19,12 @@ from outrider.grammar.place import GrammarPlace, Patience
 from outrider.grammar.processes import GrammarProcesses
 
 KEPT_PROCESSES = 32  # compiled grammars that no session follows
-KEPT_BYTES = 256 << 20  # that these take
+KEPT_BYTES = 256 << 20  # bytes that these take at most
 FIELD = "grammar"  # of a request
 KEPT_REFUSALS = 256  # of grammars that cannot be compiled
 MAX_PROCESSES = 256
 MAX_BYTES = 512 << 20  # of all compiled grammars, from which no more are taken on
-TENANT_SHARE = 0.5  # of what others leave of both, that one tenant may have
+TENANT_SHARE = 0.5  # one tenant's share of what others leave of both
 MAX_COMPILING = 64  # grammars of a tenant that are compiled, one after the other
 
 _Key = tuple[str, bytes]  # tenant, and digest of the grammar
@@ -79,8 +79,7 @@ class GrammarCompiler:
         return self._place(compiled, answer)
 
     def known(self, grammar: Grammar, answer: Sequence[int] = (), tenant: str = "") -> GrammarPlace | None:
-        """Return a lenient place for a drafter, without waiting: None while the grammar is compiled, and if it cannot
-        be."""
+        """Return a lenient place for a drafter without blocking; None while compiling or if compilation failed."""
         try:
             compiled = self._find(grammar, tenant)
         except OutriderError:

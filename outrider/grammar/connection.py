@@ -47,7 +47,7 @@ class GrammarConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.failure: OutriderError | None = None  # why no more answers come
-        self.memory_kib = 0  # that the grammar takes
+        self.memory_kib = 0  # memory of the grammar
         self._fd = connection.detach()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
@@ -86,7 +86,7 @@ class GrammarConnection:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def wait(self, seconds: float | None, until: Callable[[], bool]) -> bool:
-        """Read answers until `until` returns true, or the process fails, at most so many seconds. Return whether it
+        """Read answers until `until` returns true, or the process fails, at most `seconds`. Return whether it
         does."""
         ends = None if seconds is None else time.monotonic() + seconds
         while not until() and self.failure is None:

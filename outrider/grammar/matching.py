@@ -1,8 +1,8 @@
 """A compiled grammar and places in it, by llguidance; another library may take its place behind these two classes.
 
 Which tokens may follow an answer is a function of the grammar and the answer's tokens alone, so that a session that
-moves, and a drafter, find the same. Where the grammar allows one text only, that text is divided into tokens once, and
-the answer follows that division to its end: no other tokens may spell it.
+moves, and a drafter, find the same state. Where the grammar allows one text only, that text is divided into tokens
+once, and the answer follows that division to its end: no other tokens may spell it.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class GrammarPlace(GrammarState):
             raise GrammarDelayed from self.failure
 
     def _on_begun(self, answer: Answer) -> None:
-        self._take(answer._replace(seconds=0.0))  # which belong to no step
+        self._take(answer._replace(seconds=0.0))  # these seconds belong to no step
 
     def _on_extended(self, version: int, answer: Answer) -> None:
         self._answered = version

@@ -1,4 +1,4 @@
-"""Bounds how much of something there is at once."""
+"""Limits how many are in use at the same time, in total and per key (for example per tenant)."""
 
 from __future__ import annotations
 

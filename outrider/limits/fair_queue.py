@@ -97,12 +97,12 @@ class FairQueue(Generic[ItemT]):
         return sum(map(len, tenants.values())) if tenant is None else len(tenants.get(tenant, ()))
 
     def has_any(self, eligible: Callable[[AdmissionTicket], bool]) -> bool:
-        """Whether a request waits whose ticket is eligible."""
+        """Return whether a request waits whose ticket is eligible."""
         lines = (line for tenants in self._classes.values() for line in tenants.values())
         return any(eligible(line.waiting[0].ticket) for line in lines)
 
     def count_ahead(self, ticket: AdmissionTicket) -> int:
-        """Return how many requests would go before another of that class and tenant if all tenants cost the same."""
+        """Return how many requests would go before another of that class and tenant if all tenants have equal costs."""
         first = sum(self.waiting(kind) for kind in QueueClass if kind < ticket.priority)
         line = self._classes[ticket.priority].get(ticket.tenant)
         turn = 0 if line is None else sum(one.finish <= line.finish(ticket) for one in line.waiting)

@@ -84,7 +84,7 @@ class LoopTurns:
     """Runs pieces of work of less than a millisecond in the event loop: for ROUND_S, then whatever else the loop has to
     do, and so on; the next piece is that of the waiting tenant that took the fewest seconds.
 
-    A caller awaits each of its pieces before the next one, so no more of them wait than there are callers.
+    A caller awaits each of its pieces before the next one, so at most one of them waits for each caller.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

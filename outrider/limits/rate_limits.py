@@ -32,7 +32,7 @@ class ResidencyEma:
         self._seconds.observe(seconds)
 
     def wait_s(self, ahead: int, places: int) -> float | None:
-        """Return the expected wait in seconds for one of so many slots behind `ahead` others; None before the first
+        """Return the expected wait in seconds for one of `places` slots behind `ahead` others; None before the first
         measurement."""
         return (ahead + 1) * self._seconds.mean / max(1, places) if self._seconds.count else None
 
@@ -73,8 +73,8 @@ class CallRates:
             self._addresses.take(address, 1.0)
 
     def count_call(self, tenant: str, method: str) -> bool:
-        """Count a tenant's call of a method of the Inference service. Return whether it is over its rate and served all
-        the same. Raises Overloaded.
+        """Count a tenant's call of a method of the Inference service. Return whether it is over its rate and served
+        nevertheless. Raises Overloaded.
 
         Calls of other kinds than generating and resuming have the same rate. Those that end something are always
         served, because what runs on would cost more; their rate is `ENDINGS_PER_S`, or the tenant's if that is more.

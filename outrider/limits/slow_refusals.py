@@ -11,8 +11,8 @@ from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.limits.token_buckets import TokenBuckets
 
 QUICK_PER_S = 16.0  # refusals of one caller that are not held; a second's worth may come together
-HOLD_S = 1.0  # for which further ones are held
-MAX_HELD, MAX_HELD_OF_KEY = 256, 128  # that are held at the same time; beyond it they are quick again
+HOLD_S = 1.0  # seconds for which further ones are held
+MAX_HELD, MAX_HELD_OF_KEY = 256, 128  # most refusals held at the same time, in total and of a key; others are quick
 
 
 class SlowRefusals:

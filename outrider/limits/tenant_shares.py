@@ -10,14 +10,14 @@ RETRY_S = 1.0  # pause that a refused caller is asked for
 
 
 class TenantShares:
-    """What all running requests hold of one thing: at most `most`, and a tenant's no more than they leave free.
+    """Limits a resource to `most`; one tenant may hold at most what remains free.
 
     So a tenant alone may hold half, and there is always room for the next one. Where the router needs no keys all
     callers are one tenant, without a name, which may hold all.
     """
 
     def __init__(self, most: int, what: str, *, least: int = 0) -> None:
-        """`what`: the thing's name, for errors; `least`: so much a tenant may hold while it is there."""
+        """`what`: the resource's name, for errors; `least`: a tenant's guaranteed minimum, if available."""
         self._most = most
         self._what = what
         self._least = least
@@ -25,7 +25,7 @@ class TenantShares:
 
     @property
     def held(self) -> int:
-        """What all tenants hold."""
+        """The sum that all tenants hold."""
         return self._of_tenant.total()
 
     def most_of(self, tenant: str) -> int:
@@ -46,7 +46,7 @@ class TenantShares:
         self._of_tenant[tenant] += amount
 
     def release(self, tenant: str, amount: int) -> None:
-        """Count so much of a tenant no longer."""
+        """Count `amount` of a tenant no longer."""
         self._of_tenant[tenant] -= amount
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]

@@ -7,7 +7,7 @@ import math
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the pause after so many earlier ones, in seconds: each is twice the one before, up to the longest."""
+    """Return the pause after `attempt` earlier ones, in seconds: each is twice the one before, up to the longest."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 30))
 
 

@@ -1,4 +1,4 @@
-"""Makes a development CA and a certificate for each role of a cluster. A real PKI can make the same: see `tls.py`."""
+"""Makes a development CA and a certificate for each role of a cluster. A real PKI can make these: see `tls.py`."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from outrider.wire.message_bounds import MESSAGE_BYTES
 Options = tuple[tuple[str, int | str], ...]
 
 LIVENESS: Options = (
-    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for so long gets a ping
-    ("grpc.keepalive_timeout_ms", 1_000),  # and counts as dead if it does not answer in so long
+    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for this time gets a ping
+    ("grpc.keepalive_timeout_ms", 1_000),  # and counts as dead if it does not answer within this time
     ("grpc.http2.ping_timeout_ms", 1_000),  # without it a frozen peer is noticed after 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

@@ -45,7 +45,7 @@ def name_of(drafter_id: str) -> str:
 
 
 def holder_of(context: grpc.aio.ServicerContext[Any, Any], drafter_id: str) -> str:
-    """Return who the caller is that calls itself by this id: the same for all whom the CA lets share it.
+    """Return who the caller is that calls itself by this id; all whom the CA lets share it are one.
 
     That is the name, where the certificate has it; else the certificate itself, because any drafter has the role. A
     caller without a certificate is the empty holder. Raises Forbidden for an id that the certificate is not for.

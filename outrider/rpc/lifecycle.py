@@ -56,7 +56,7 @@ def fast_event_loop() -> asyncio.AbstractEventLoop:
 def die_with_parent() -> None:
     """Make the kernel kill this process when the parent process that the environment names ends, even if it is killed.
 
-    Does nothing where the environment names none, and on systems other than Linux.
+    Do nothing where the environment names none, and on systems other than Linux.
     """
     parent = os.environ.pop(PARENT, None)
     if parent is None or sys.platform != "linux":

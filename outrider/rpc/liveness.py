@@ -11,8 +11,8 @@ from outrider.errors import Stalled, Unavailable
 from outrider.wire import types as wire
 
 HEARTBEAT_S = 0.5  # the longest silence of a live peer
-SILENCE_S = 2.5  # a peer that is silent for so long counts as dead
-STUCK_S = 30.0  # a step that runs for so long counts as stuck
+SILENCE_S = 2.5  # a peer that is silent for this time counts as dead
+STUCK_S = 30.0  # a step that runs for this time counts as stuck
 
 MessageT = TypeVar("MessageT")
 
@@ -72,7 +72,7 @@ async def monitored(
 
 
 def silent(peer: str, for_s: float) -> Stalled:
-    """Return the error for a peer that has been silent for so many seconds."""
+    """Return the error for a peer that has been silent for `for_s` seconds."""
     return Stalled(f"{peer} has been silent for {for_s:g} s; it is taken for dead")
 
 
@@ -82,6 +82,6 @@ def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
 
 
 def check_heartbeat(heartbeat: wire.Heartbeat, peer: str) -> None:
-    """Raises Stalled when the sender's step is stuck."""
+    """Raise Stalled when the sender's step is stuck."""
     if heartbeat.running_ms > STUCK_S * 1000:
         raise Stalled(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")

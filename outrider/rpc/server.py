@@ -34,7 +34,7 @@ _WATCHERS_S = 0.2  # how long watchers of the health have to read that the serve
 METADATA_BYTES = 16 * 2**10  # of a call; an API key has 52
 
 HANDSHAKE_MS = 10_000  # time for TLS and HTTP/2 to agree on a connection
-IDLE_MS = 600_000  # a caller's connection without a call is closed after so long
+IDLE_MS = 600_000  # a caller's connection without a call is closed after this time
 PING_STRIKES = 1000  # pings within half a second of another, without an answer in between, until a caller is cut off
 
 _SERVER: Options = (
@@ -86,7 +86,7 @@ async def serving(
     """Serve while the body runs, then drain.
 
     `register` adds its servicers to the given server and returns their full names, for example "outrider.v1.Verifier";
-    they get health checking and reflection. Yields the bound "host:port": the host of `listen`, with the port that was
+    they get health checking and reflection. Yield the bound "host:port": the host of `listen`, with the port that was
     taken if its own is 0. On exit the health turns to NOT_SERVING, new calls are refused, and running ones have
     `drain_s` seconds to end before they are cancelled; `begin_drain` is called in between, to make them end. gRPC
     counts a call as running until its peer has read how it ended: `drained` returns when the handlers that matter have

@@ -116,7 +116,7 @@ def _error(kind: type[OutriderError], details: str, field: str, retry_s: float) 
 
 
 def is_from_outrider(error: grpc.aio.AioRpcError) -> bool:
-    """Whether an Outrider server sent the error, and not gRPC."""
+    """Return whether an Outrider server sent the error, and not gRPC."""
     return CLASS_KEY in _texts(error.trailing_metadata())
 
 

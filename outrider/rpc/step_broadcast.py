@@ -43,7 +43,7 @@ class StepBroadcast:
             watcher.add(step)
 
     def close(self, error: OutriderError | None = None) -> None:
-        """End all streams, after the steps that are queued, and with an error if there is one. Closes once."""
+        """End all streams, after the steps that are queued, and with an error if there is one. Close once."""
         if self.closed:
             return
         self.closed, self._error = True, error

@@ -22,7 +22,7 @@ from outrider.telemetry.lag import loop_lag
 from outrider.telemetry.metrics import register_metric
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # between two runs of a task that fails repeatedly
-STEADY_S = 60.0  # a task that ran for so long starts again with the first backoff
+STEADY_S = 60.0  # a task that ran for this time starts again with the first backoff
 
 Work = Callable[[], Coroutine[Any, Any, object]]
 

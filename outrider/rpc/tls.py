@@ -92,7 +92,7 @@ class Tls:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host."""
+    """Return whether only this machine can reach the host."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -16,7 +16,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class DrafterKind(Section):
     """One kind of text: how often the target agrees with its drafters."""
 
-    name: str  # by which phases refer to the kind
+    name: str  # the name by which phases refer to the kind
     agreement: Share  # probability that the target's token is among a node's children, if there are enough of them
     ranks: tuple[Share, ...] = (0.80, 0.12, 0.05, 0.03)  # share of each child in that probability, best child first
     prompt: int = Field(default=64, ge=1)  # tokens
@@ -50,7 +50,7 @@ class Deployment(Section):
     slowdown: float = Field(default=0.0, ge=0)  # share by which a pass becomes longer where drafters work on its cores
     contention: float = Field(default=0.0, ge=0)  # seconds that a pass becomes longer for each second drafted meanwhile
     overhead_ms: float = Field(default=1.5, ge=0)  # of a step, in addition to its pass
-    trees_ms: float = Field(default=0.0, ge=0)  # the same of a step that verifies drafts, in addition: frames and trees
+    trees_ms: float = Field(default=0.0, ge=0)  # further milliseconds of a step that verifies drafts: frames and trees
     max_nodes: int = Field(default=64, ge=0)  # nodes that a step verifies at most
     prefill_chunk: int = Field(default=128, ge=1)  # prompt tokens that a step reads at most
 

@@ -57,7 +57,7 @@ class NamedAdapters:
             await self._redis.hset(_key(owner), named.name, json.dumps(values))
 
     async def remove(self, owner: str, name: str) -> bool:
-        """Delete an owner's adapter. Returns whether there was one."""
+        """Delete an owner's adapter. Return whether there was one."""
         with redis_errors(self._redis):
             return bool(await self._redis.hdel(_key(owner), name))
 

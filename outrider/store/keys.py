@@ -25,7 +25,7 @@ from outrider.store.redis.redis_clock import RedisClock
 
 PREFIX = "outrider_"  # lets scanners for secrets recognize a key
 KEY_BYTES = 32
-CACHE_S = 2.0  # a revoked key works for at most so long
+CACHE_S = 2.0  # a revoked key works for at most this time
 MAX_CACHED = 4096
 MAX_LOOKUPS = 256  # of unknown keys at the same time
 ID_CHARACTERS = 12
@@ -44,7 +44,7 @@ class ApiKey:
     expires: float | None  # None: does not expire
 
     def expired(self, now: float) -> bool:
-        """Whether the key has expired."""
+        """Return whether the key has expired."""
         return self.expires is not None and self.expires <= now
 
 

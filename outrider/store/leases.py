@@ -71,7 +71,7 @@ class Leases:
             return [Lease(name.decode(), int(end)) for name, end in zip(flat[::2], flat[1::2], strict=True)]
 
     async def move(self, lease: Lease, end_ms: int) -> None:
-        """Move an entry to another end, or remove it (0). Does nothing if the entry was rewritten meanwhile."""
+        """Move an entry to another end, or remove it (0). Do nothing if the entry was rewritten meanwhile."""
         if end_ms != lease.end_ms:
             with redis_errors(self._redis):
                 await self._move(keys=[_INDEX], args=[lease.session_id, lease.end_ms, end_ms])
@@ -93,7 +93,7 @@ class Leases:
                 )
 
     async def begin_scan(self) -> bool:
-        """Whether the caller is to scan all sessions. Marks the scan as begun."""
+        """Return whether the caller is to scan all sessions. Mark the scan as begun."""
         with redis_errors(self._redis):
             return bool(await self._redis.set(_SCANNED, "", nx=True, px=round(SCANNING_S * 1000)))
 

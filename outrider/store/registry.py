@@ -68,7 +68,7 @@ class Worker:
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
     dtype: str = ""  # type in which a verifier has its weights
-    protocol: int = PROTOCOL  # that it speaks; 0: an older version, which announces none
+    protocol: int = PROTOCOL  # the protocol that it speaks; 0: an older version, which announces none
 
     @property
     def origin(self) -> Origin:
@@ -76,7 +76,7 @@ class Worker:
         return Origin(self.protocol, self.weights, self.dtype)
 
     def lets_draw(self, drafter_id: str) -> bool:
-        """Whether a verifier takes a drafter under a rule that draws from q."""
+        """Return whether a verifier takes a drafter under a rule that draws from q."""
         return self.trusts == "*" or drafter_id.rpartition("-")[0] in self.trusts.split()
 
 
@@ -215,7 +215,7 @@ class ProcessorShare:
 
 
 async def _read_clock(client: Client, clock: RedisClock | None) -> None:
-    """Read Redis' clock. A worker whose user in Redis may not is announced all the same, and has its own clock."""
+    """Read Redis' clock. A worker whose user in Redis may not is announced nevertheless, and has its own clock."""
     if clock is not None:
         try:
             await clock.read(client)

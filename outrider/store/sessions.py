@@ -205,7 +205,7 @@ class Sessions:
                 yield key.decode().partition("{")[2].rpartition("}")[0]
 
     async def left_behind(self, lease: Lease) -> bool:
-        """Whether a session has a generation whose owner is gone and that can no longer be resumed.
+        """Return whether a session has a generation whose owner is gone and that can no longer be resumed.
 
         If not, its entry in the index moves to where it is due again.
         """
@@ -219,12 +219,12 @@ class Sessions:
         return await self._check_lease(lease, ABANDONED)
 
     async def runs(self, session_id: str) -> bool:
-        """Whether a session has a generation that has not ended and can still be resumed, by Redis' clock."""
+        """Return whether a session has a generation that has not ended and can still be resumed, by Redis' clock."""
         left_behind, end_ms = await self._run("abandon", session_id, "")
         return bool(end_ms) and not left_behind
 
     async def lapsed(self, session_id: str) -> bool:
-        """Whether a session has a generation that has not ended and can be resumed no more, by Redis' clock."""
+        """Return whether a session has a generation that has not ended and can be resumed no more, by Redis' clock."""
         left_behind, _ = await self._run("abandon", session_id, "")
         return bool(left_behind)
 

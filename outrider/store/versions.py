@@ -40,7 +40,7 @@ class Version:
     """A version as it was published."""
 
     number: int  # from 1; 0 is the checkpoint in the drafter's own folder
-    folder: str  # folder of its checkpoint, the same for all drafters
+    folder: str  # folder of its checkpoint; all drafters read this one
     weights: str  # digest of the checkpoint (outrider.engine.checkpoints.model_card)
     target: str  # name of the target that it was trained on
     target_weights: str  # digest of the target's weights; "": not known

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from outrider.errors import Unavailable
 from outrider.telemetry.pages import PageContent
 
-ANSWER_S = 3.0  # the loop is stuck if it takes up nothing for so long
+ANSWER_S = 3.0  # the event loop counts as stuck if a callback has not run for this long
 
 ResultT = TypeVar("ResultT")
 

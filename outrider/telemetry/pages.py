@@ -25,8 +25,8 @@ from outrider.telemetry.vllm_names import VllmNames
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-IDLE_TIMEOUT_S = 5.0  # idle connections are closed after so long
-CONNECTION_S = 10.0  # and any connection after so long, however slowly its client sends or reads
+IDLE_TIMEOUT_S = 5.0  # idle connections are closed after this time
+CONNECTION_S = 10.0  # and any connection after this time, however slowly its client sends or reads
 MAX_CONNECTIONS = 16  # at the same time, each with a thread; further ones are closed
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def json_page(figures: Callable[[], object]) -> Page:
 
 @contextmanager
 def serving(listen: str, registry: CollectorRegistry, pages: Mapping[str, Page]) -> Iterator[str]:
-    """Serve while the body runs. Yields the bound "host:port". Raises ConfigError."""
+    """Serve while the body runs. Yield the bound "host:port". Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     try:
         server = make_server(host.strip("[]"), int(port), _app(registry, pages), _PageServer, _Handler)
@@ -112,7 +112,7 @@ def _respond(start: StartResponse, status: str, content: PageContent) -> list[by
 
 
 class _PageServer(ThreadingWSGIServer):
-    """Serves each connection in a thread, so many at a time, and each for so long."""
+    """Serves each connection in its own thread; bounds their number and duration."""
 
     daemon_threads = True
 

@@ -49,7 +49,7 @@ def exporting_telemetry(
     role: str, instance: str, listen: str | None = None, pages: Mapping[str, Page] | None = None
 ) -> Iterator[str]:
     """Export the process's telemetry while the body runs. `listen`: "host:port" for Prometheus' page, /metrics, and the
-    further `pages`, by their paths. Yields the bound address; empty without `listen`.
+    further `pages`, by their paths. Yield the bound address; empty without `listen`.
 
     What was recorded is sent before the end, as far as the collector accepts it. Raises ConfigError for an address that
     cannot be bound.
@@ -95,7 +95,7 @@ def _shut_down(shutdowns: Sequence[Callable[[], None]]) -> None:
 
 
 def _exports(signal: str) -> bool:
-    """Whether the environment exports this signal by OTLP."""
+    """Return whether the environment exports this signal by OTLP."""
     if os.environ.get(f"OTEL_{signal}_EXPORTER", "otlp") != "otlp":
         return False
     return any(os.environ.get(name) for name in (_ENDPOINT, f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"))

@@ -102,7 +102,7 @@ def chain_acceptance_length(logits: Callable[[Tensor], Tensor], texts: TargetTex
 def chains_along(agreed: BoolArray, gamma: int) -> BoolArray:
     """Return which guesses of a chain from each root agree, for a drafter whose guess does not depend on the root.
 
-    `agreed`: [texts, positions]. Returns [texts, roots, gamma], for the roots whose chain lies within the text.
+    `agreed`: [texts, positions]. Return [texts, roots, gamma], for the roots whose chain lies within the text.
     """
     return np.lib.stride_tricks.sliding_window_view(agreed, gamma, axis=1)
 

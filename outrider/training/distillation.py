@@ -136,7 +136,7 @@ class Training:
         return self._task.acceptance(self._plain.eval(), texts)
 
     def save(self) -> None:
-        """Measure, and save the training state and the student. Does nothing if this step was saved already."""
+        """Measure, and save the training state and the student. Do nothing if this step was saved already."""
         if self._saved_step == self._state.step:
             return
         self.measure()
@@ -181,7 +181,7 @@ class Training:
             return self._task.loss(self._student, self._plain, self._state.step, windows)
 
     def _due(self) -> bool:
-        """Return whether it is time to save. All processes return the same."""
+        """Return whether it is time to save. All processes return the same answer."""
         every = self._recipe.save_steps
         by_time = self._mean(time.monotonic() - self._saved_at) >= 60.0 * self._recipe.save_minutes
         return by_time or (every is not None and self._state.step % every == 0)

@@ -30,7 +30,7 @@ class Entrance:
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[Callable[[], None]]:
-        """Waits for a place, and gives what is to be called once a ticket has admitted the stream. Raises Overloaded
+        """Wait for a place, and give what is to be called once a ticket has admitted the stream. Raises Overloaded
         where too many wait, and in the body where the ticket takes too long."""
         limit = await self._place()
         try:
@@ -59,7 +59,7 @@ class Entrance:
             self._waiting -= 1
 
     async def _make_room(self) -> None:
-        """Waits until a stream has left; the oldest one must go once it has had its time."""
+        """Wait until a stream has left; the oldest one must go once it has had its time."""
         oldest, came = next(iter(self._inside.items()))
         self._left.clear()
         with suppress(TimeoutError):

@@ -14,7 +14,7 @@ from outrider.wire import drafter as wire
 from outrider.wire.drafter import sent_terms_of, set_sent_terms
 from outrider.wire.message_bounds import MAX_TOGETHER
 
-CONTROL_FRAMES = 4096  # that may be queued; a drafter that reads needs a handful
+CONTROL_FRAMES = 4096  # most control frames that may be queued; a drafter that reads needs a handful
 BATCH_BYTES = 2**20  # of commits in one message, from which on the rest waits for the next
 
 Parts = Iterator[wire.Snapshot]
@@ -55,7 +55,7 @@ class UpstreamOutbox:
         self._wake.set()
 
     def hold(self, attachment: int, held: bool) -> None:
-        """Holds an attachment's commits back, or releases them."""
+        """Hold an attachment's commits back, or release them."""
         if held:
             self._held.add(attachment)
         elif attachment in self._held:
@@ -63,7 +63,7 @@ class UpstreamOutbox:
             self._wake.set()
 
     def commit(self, commit: wire.Commit) -> bool:
-        """Queues a commit. Returns False when the drafter lags too far: it needs a snapshot."""
+        """Queues a commit. Return False when the drafter lags too far: it needs a snapshot."""
         if commit.tokens:
             self._hints.pop(commit.attachment, None)  # they belong to the previous root
         snapshot = self._snapshots.get(commit.attachment)
@@ -105,23 +105,23 @@ class UpstreamOutbox:
         self.queue_control(wire.DraftDown(closed=wire.Closed(attachment=attachment, reason=reason)))
 
     def forget(self, attachment: int) -> None:
-        """Drops all that is queued for an attachment; nothing more is read of its session."""
+        """Drop all that is queued for an attachment; nothing more is read of its session."""
         for waiting in (self._commits, self._hints, self._snapshots):
             waiting.pop(attachment, None)
         self._held.discard(attachment)
 
     def end(self) -> None:
-        """Ends the stream: no further frame is written."""
+        """End the stream: no further frame is written."""
         self._ended = True
         self._wake.set()
 
     def finish(self) -> None:
-        """Ends the stream once all queued frames are written."""
+        """End the stream once all queued frames are written."""
         self._finishing = True
         self._wake.set()
 
     def check(self) -> None:
-        """Raises Overloaded when too many control frames are queued."""
+        """Raise Overloaded when too many control frames are queued."""
         if len(self._control) > CONTROL_FRAMES:
             raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
 

@@ -92,23 +92,23 @@ class UpstreamServicer:
         return len(self._streams)
 
     def serve(self, host: SessionHost) -> None:
-        """Takes the sessions from `host`. Called once, before the first stream."""
+        """Take the sessions from `host`. Called once, before the first stream."""
         self._host = host
 
     def register(self, server: grpc.aio.Server) -> str:
-        """Adds the service to a server. Returns its full name."""
+        """Add the service to a server. Return its full name."""
         name = wire.DESCRIPTOR.services_by_name["TreeSink"].full_name
         handler = grpc.stream_stream_rpc_method_handler(self.Draft, None, wire.DraftDown.SerializeToString)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Draft": handler}),))
         return name
 
     def begin_drain(self) -> None:
-        """Ends all streams, once all queued frames are written."""
+        """End all streams, once all queued frames are written."""
         for stream in self._streams:
             stream.finish()
 
     async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Serves one drafter's stream for as long as it is open."""
+        """Serve one drafter's stream for as long as it is open."""
         async with (
             errors_as_status(context),
             self._counting(),
@@ -134,7 +134,7 @@ class UpstreamServicer:
                 await asyncio.gather(reading, writing, return_exceptions=True)
 
     def subscribe_waiting(self, session: UpstreamSession) -> None:
-        """Subscribes the drafters that were waiting for this session, which has opened."""
+        """Subscribe the drafters that were waiting for this session, which has opened."""
         for stream in self._streams:
             for attachment, waiting in list(stream.waiting.items()):
                 if waiting.subscribe.session_id == session.id and waiting.reading is None:
@@ -142,7 +142,7 @@ class UpstreamServicer:
                     self._open(stream, waiting.subscribe)
 
     async def read_ticket_keys(self) -> None:
-        """Reads the routers' public keys when a ticket needs them. Runs until cancelled."""
+        """Read the routers' public keys when a ticket needs them. Run until cancelled."""
         await self._ticket_verifier.run(self._on_keys_read)
 
     def pause(self, session: UpstreamSession) -> None:
@@ -155,13 +155,13 @@ class UpstreamServicer:
                 self._send_commit(subscription, wire.Commit(position=len(session.tokens)), resting=True)
 
     def refresh(self, session: UpstreamSession) -> None:
-        """Sends a plan or credit that changed without a commit, also to drafters that rest."""
+        """Send a plan or credit that changed without a commit, also to drafters that rest."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, False)
             self._send_commit(subscription, wire.Commit(position=len(session.tokens)))
 
     def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Sends a session's drafters the committed tokens, from `position` on."""
+        """Send a session's drafters the committed tokens, from `position` on."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, session.terms.resting)
             if subscription.awaits_features:
@@ -170,17 +170,17 @@ class UpstreamServicer:
                 self._send_commit(subscription, wire.Commit(position=position, tokens=tokens))
 
     def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Reports nodes that were dropped from the tree although the target may still choose them."""
+        """Report nodes that were dropped from the tree although the target may still choose them."""
         for subscription, ids in dropped.items():
             self._send_commit(subscription, wire.Commit(position=len(subscription.session.tokens), dropped=ids))
 
     def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Sends a snapshot to all drafters of a session, whose tree was replaced."""
+        """Send a snapshot to all drafters of a session, whose tree was replaced."""
         for subscription in session.subscriptions.values():
             self._snapshot(subscription)
 
     def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Sends a session's drafters the scores of this upstream's model."""
+        """Send a session's drafters the scores of this upstream's model."""
         for subscription in session.subscriptions.values():
             message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
             session.wire_bytes += message.ByteSize()
@@ -217,7 +217,7 @@ class UpstreamServicer:
 
     @asynccontextmanager
     async def _counting(self) -> AsyncIterator[None]:
-        """Counts a refused frame that ends its stream."""
+        """Count a refused frame that ends its stream."""
         try:
             yield
         except (Forbidden, InvalidRequest, TokenizerMismatch, DecodeError):
@@ -286,7 +286,7 @@ class UpstreamServicer:
             self._open(stream, subscribe)
 
     def _open(self, stream: UpstreamStream, subscribe: wire.Subscribe) -> None:
-        """Subscribes a drafter to its session, has it wait for the session or its ticket's key, or refuses it with the
+        """Subscribe a drafter to its session, have it wait for the session or its ticket's key, or refuse it with the
         reason.
         """
         session = self._host.sessions.get(subscribe.session_id)
@@ -313,7 +313,7 @@ class UpstreamServicer:
         self._host.wake()
 
     def _check_holder(self, stream: UpstreamStream) -> None:
-        """Raises Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
+        """Raise Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
         Overloaded if its own are too many."""
         same = [other for other in self._streams if other.admitted and other.drafter_id == stream.drafter_id]
         if any(other.holder != stream.holder for other in same):
@@ -323,7 +323,7 @@ class UpstreamServicer:
         stream.admit()
 
     def _check_trust(self, stream: UpstreamStream, session: UpstreamSession) -> None:
-        """Raises Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
+        """Raise Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
         if session.drawn and stream.holder and name_of(stream.drafter_id) not in self._trusted:
             raise Forbidden(
                 f"untrusted drafter: {session.rule.name} lets its drafter decide the text, and `trusted_drafters` of "
@@ -358,7 +358,7 @@ class UpstreamServicer:
                     self._settle(stream, attachment)
 
     def _settle(self, stream: UpstreamStream, attachment: int) -> None:
-        """Subscribes a drafter that has waited, or refuses it; it waits no longer."""
+        """Subscribe a drafter that has waited, or refuse it; it waits no longer."""
         waiting = stream.waiting.pop(attachment, None)
         if waiting is None:
             return
@@ -379,7 +379,7 @@ class UpstreamServicer:
             self.refused += 1  # sent before the session's end was received
 
     def _graft(self, stream: UpstreamStream, message: wire.TreeDelta) -> None:
-        """Adds a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
+        """Add a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
         subscription = stream.subscriptions.get(message.attachment)
         if subscription is None or subscription.session.epoch != message.epoch:
             self.refused += 1  # sent before the session's end or new owner was known

@@ -12,7 +12,7 @@ from outrider.wire.types import contract_to_pb, plan_to_pb
 
 
 def snapshot_parts(subscription: Subscription) -> Iterator[wire.Snapshot]:
-    """Yields a session's tokens committed by now, in parts, and the terms to draft under."""
+    """Yield a session's tokens committed by now, in parts, and the terms to draft under."""
     session = subscription.session
     tokens, digest = tuple(session.tokens), session.tree.digest
     fused = session.fused if subscription.wants_features else None

@@ -31,7 +31,7 @@ class TicketVerifier:
         self._wanted = asyncio.Event()
 
     def check(self, ticket: bytes, permit: Permit) -> None:
-        """Raises Forbidden unless the ticket grants this permit."""
+        """Raise Forbidden unless the ticket grants this permit."""
         check_ticket(self._trusts, ticket, permit, self._now)
 
     def request_reading(self, ticket: bytes) -> int | None:
@@ -47,7 +47,7 @@ class TicketVerifier:
         return self._readings + 1  # a reading that runs may have begun before the key was listed
 
     async def run(self, on_read: Callable[[int], None]) -> None:
-        """Read the keys whenever a reading is requested. Runs until cancelled; `on_read` is called after each reading,
+        """Read the keys whenever a reading is requested. Run until cancelled; `on_read` is called after each reading,
         with its number, also if Redis could not be read."""
         reachable = True
         while True:

@@ -51,7 +51,7 @@ class UpstreamStream(UpstreamOutbox):
         self.attached = 0  # the largest attachment so far
 
     def admit(self) -> None:
-        """Notes that a ticket has admitted it to a session."""
+        """Note that a ticket has admitted it to a session."""
         if not self.admitted:
             self.admitted = True
             self._on_admitted()
@@ -149,7 +149,7 @@ class UpstreamSession(ABC):
     def on_delta(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
-        """Takes the nodes that a drafter's delta added. `passing`: whether a pass runs."""
+        """Take the nodes that a drafter's delta added. `passing`: whether a pass runs."""
 
     @property
     def features_known(self) -> bool:
@@ -159,7 +159,7 @@ class UpstreamSession(ABC):
     def subscribe(
         self, stream: UpstreamStream, attachment: int, calibration: Calibration, *, wants_features: bool = False
     ) -> Subscription:
-        """Adds a drafter, or restarts its part under new ids. Raises Overloaded if the session has too many.
+        """Add a drafter, or restart its part under new ids. Raises Overloaded if the session has too many.
 
         `calibration`: the drafter's, over all sessions whose contract is representative.
         """
@@ -177,7 +177,7 @@ class UpstreamSession(ABC):
         return subscription
 
     def unsubscribe(self, stream: UpstreamStream) -> None:
-        """Removes a drafter; its nodes stay."""
+        """Remove a drafter; its nodes stay."""
         subscription = self.subscriptions.pop(stream, None)
         if subscription:
             stream.subscriptions.pop(subscription.attachment, None)
@@ -185,7 +185,7 @@ class UpstreamSession(ABC):
             self.tree.ids.forget(subscription.sender)
 
     def dismiss(self, reason: str) -> None:
-        """Removes all drafters, because the session has ended here."""
+        """Remove all drafters, because the session has ended here."""
         for stream, subscription in list(self.subscriptions.items()):
             self.unsubscribe(stream)
             stream.close(subscription.attachment, reason)
@@ -193,7 +193,7 @@ class UpstreamSession(ABC):
     def graft(
         self, subscription: Subscription, delta: Delta, now: float, *, passing: bool
     ) -> dict[Subscription, list[int]]:
-        """Adds a delta's nodes to the tree. `passing`: whether a pass runs. Returns the ids of dropped nodes by
+        """Add a delta's nodes to the tree. `passing`: whether a pass runs. Return the ids of dropped nodes by
         subscription.
 
         Raises as the tree does, and InvalidRequest for nodes beyond the credit.
@@ -222,7 +222,7 @@ class UpstreamSession(ABC):
         return self._origins
 
     def exhaust(self, subscription: Subscription, position: int) -> None:
-        """Notes that the drafter has sent all its nodes below the root at that position."""
+        """Note that the drafter has sent all its nodes below the root at that position."""
         subscription.exhausted = position
 
     def grant(self, subscription: Subscription) -> int:
@@ -245,7 +245,7 @@ class UpstreamSession(ABC):
                 calibration.observe(node.claim[1], node is chosen)
 
     def _forget_claims(self) -> None:
-        """Drops the calibrations of drafters that have gone, once none of their nodes is in the tree.
+        """Drop the calibrations of drafters that have gone, once none of their nodes is in the tree.
 
         Until then they are kept: a drafter that subscribes again is still measured by its earlier claims.
         """

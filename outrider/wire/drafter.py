@@ -225,13 +225,13 @@ class PartialSnapshot:
     vocabulary: int = 0  # of the target, from the latest part; 0: no part was received
 
     def clear(self) -> None:
-        """Drops the parts that were received."""
+        """Drop the parts that were received."""
         self.tokens.clear()
         self.features.clear()
         self.known = NOTHING
 
     def add_part(self, part: pb.Snapshot, vocabulary: int, wanted: WantedFeatures) -> MirrorSnapshot | None:
-        """Adds a part. Returns the snapshot with the last part, else None. `vocabulary`: the target's, where the
+        """Add a part. Return the snapshot with the last part, else None. `vocabulary`: the target's, where the
         upstream does not name it. Raises InvalidRequest for a part that does not fit or is malformed.
         """
         if part.vocabulary > LARGEST_VOCABULARY:
@@ -273,7 +273,7 @@ class PartialSnapshot:
         return snapshot
 
     def _add_features(self, part: pb.Snapshot, wanted: WantedFeatures) -> None:
-        """Adds a part's features. Once they have begun, all tokens have them; the session's first token has none."""
+        """Add a part's features. Once they have begun, all tokens have them; the session's first token has none."""
         limit = len(part.tokens) - (part.position == 0)
         minimum = limit if self.features else int(part.last)
         rows = wanted.rows(part.features, minimum, limit)
@@ -301,6 +301,6 @@ def update_from_pb(commit: pb.Commit, vocabulary: int, wanted: WantedFeatures) -
 
 
 def _check_count(tokens: Sequence[int], limit: int) -> None:
-    """Raises InvalidRequest for more tokens than a frame may have: processing them holds up all sessions."""
+    """Raise InvalidRequest for more tokens than a frame may have: processing them holds up all sessions."""
     if len(tokens) > limit:
         raise InvalidRequest("tokens", f"are {len(tokens)}, must be at most {limit} in a frame")

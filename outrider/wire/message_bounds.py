@@ -22,7 +22,7 @@ REQUEST_BYTES = 6 * 2**20  # of a peer that calls: two million tokens, or a mebi
 MESSAGE_BYTES = 16 * 2**20  # far above our messages; bounds the memory that a peer can make us use
 MAX_FIELDS = 2**16  # of a message between parts; 1024 commits, deltas or plans together
 MAX_TOGETHER = 1024  # commits or deltas that are sent in one message
-UNCOUNTED_BYTES = 2**16  # a message of at most so many is decoded at once: it takes at most 6 MiB
+UNCOUNTED_BYTES = 2**16  # a message of at most this size is decoded at once: it takes at most 6 MiB
 _MAX_VARINT = 10  # bytes
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
@@ -35,7 +35,7 @@ class MessageBound(NamedTuple):
 
     size: int  # bytes
     fields: int = MAX_FIELDS
-    when: str = ""  # to which messages it applies; for the error
+    when: str = ""  # the messages to which it applies; for the error
 
     def check(self, kind: Kind, data: bytes) -> None:
         """Raise InvalidRequest for a message that would take far more memory than it has bytes, or has too many."""
@@ -88,9 +88,9 @@ class BoundedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 def more_fields_than(kind: Kind, most: int, data: bytes) -> bool:
-    """Whether a message, with the messages in it that may list others, has more than `most` fields.
+    """Return whether a message, with the messages in it that may list others, has more than `most` fields.
 
-    Looks at no more than `most` fields, whatever the length. Of bytes that do not parse the fields up to there count.
+    Look at no more than `most` fields, whatever the length. Of bytes that do not parse the fields up to there count.
     """
     fields, parts = 0, [(0, len(data), _listing_fields(kind))]
     try:
@@ -106,7 +106,7 @@ def more_fields_than(kind: Kind, most: int, data: bytes) -> bool:
                         _, at = _varint(data, at)
                     case 1:  # eight bytes
                         at += 8
-                    case 2:  # a length and so many bytes
+                    case 2:  # a length and its bytes
                         size, at = _varint(data, at)
                         if (below := listing.get(tag >> 3)) is not None:
                             parts.append((at, min(at + size, end), _listing_fields(below)))
@@ -126,8 +126,8 @@ def _listing_fields(kind: Kind) -> dict[int, Kind]:
 
 @cache
 def _lists(kind: Kind) -> bool:
-    """Whether a message of this kind may list messages, strings or bytes, itself or in a message in it. Messages in one
-    `oneof` count as listed: each that takes another's place takes memory of its own."""
+    """Return whether a message of this kind may list messages, strings or bytes, itself or in a message in it. Messages
+    in one `oneof` count as listed: each that takes another's place takes memory of its own."""
     return kind is not None and any(
         _is_listed(field) or (field.message_type is not None and _lists(field.message_type)) for field in kind.fields
     )

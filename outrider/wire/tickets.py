@@ -61,7 +61,7 @@ def key_of(blob: bytes) -> bytes:
 
 
 def check(trusts: Callable[[bytes], bool], blob: bytes, permit: Permit, now: Callable[[], float]) -> None:
-    """Raises Forbidden unless `blob` is a ticket for exactly this permit, has not expired, and is signed by a router's
+    """Raise Forbidden unless `blob` is a ticket for exactly this permit, has not expired, and is signed by a router's
     key. `trusts`: whether a public key is a router's; `now`: as for `TicketSigner`."""
     signed = _parse(blob)
     if not trusts(signed.public_key):

@@ -18,7 +18,7 @@ DescribeRequest = pb.DescribeRequest
 Heartbeat = pb.Heartbeat
 StepTree = pb.StepTree
 
-MAX_DEPTH = 1024  # of a tree, whose nodes come in deltas of at most so many
+MAX_DEPTH = 1024  # of a token tree
 
 
 def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
@@ -91,6 +91,6 @@ def report_from_pb(message: pb.StepReport) -> StepReport:
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, field: str = "tokens") -> None:
-    """Raises InvalidRequest unless every id is below `vocabulary`."""
+    """Raise InvalidRequest unless every id is below `vocabulary`."""
     if tokens and max(tokens) >= vocabulary:
         raise InvalidRequest(field, f"token id {max(tokens)} is outside the vocabulary (0 to {vocabulary - 1})")

@@ -21,7 +21,7 @@ from outrider.rpc.authorization import MESSAGE_S
 from outrider.wire import inference as wire
 
 WINDOW_BYTES = 2**16  # of a generation's messages that the client has not taken; one message may exceed it
-MESSAGE_BYTES = 2**20  # from so many bytes on, further events wait for the next message
+MESSAGE_BYTES = 2**20  # from this many bytes on, further events wait for the next message
 NAME_BYTES = 16  # of a stream's name
 MAX_STREAMS = 256  # of one tenant
 MAX_HANDLES = 1024  # of one message
@@ -170,7 +170,7 @@ class _AnswerStream:
         del self._lanes[lane.handle]
 
     def put(self, lane: _Lane, message: wire.GenerateResponse, size: int) -> None:
-        """Queue an event of so many bytes."""
+        """Queue an event of `size` bytes."""
         self._queue.append((lane, message, size))
         self._wake.set()
 
@@ -232,7 +232,7 @@ class _Lane:
         await self._wait(lambda: self._written == self._put)
 
     def take(self, size: int) -> None:
-        """Count an event of so many bytes that leaves the queue."""
+        """Count an event of `size` bytes that leaves the queue."""
         self._written += size
 
     def acknowledge(self, taken: int) -> None:

@@ -39,7 +39,7 @@ from router.sessions.response import ResponsePart
 from router.sessions.session_open import OpenedGeneration, RouterContext
 
 MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
-STALE_S = 0.05  # after so long in the queue a session's record is read again
+STALE_S = 0.05  # after this time in the queue a session's record is read again
 
 Context = grpc.aio.ServicerContext
 

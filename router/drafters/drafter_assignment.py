@@ -31,8 +31,8 @@ RPC_TIMEOUT_S = 2.0  # timeout of a call to a drafter; a slower one counts as de
 QUERY_AFTER_S = 0.25  # how long drafters may be missing before the router asks them for the reason
 REPLACE_AFTER_S = 1.0  # how long drafters may be missing before they are replaced
 REVIEW_S = 2.0  # between two reviews of where drafters are attached
-DRAFTED_FIRST = 3  # steps with drafts after a change of tiers that are not measured
-SETTLING_STEPS = 8  # steps after which a change has settled although there are fewer with drafts
+DRAFTED_FIRST = 3  # drafted steps that are not measured after a tier change
+SETTLING_STEPS = 8  # a tier change has settled after this many steps, with drafts or without
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TierWindow:
         self._last: float | None = None  # when the last step ended
 
     def observe(self, tokens: int, now: float, *, drafted: bool, resting: bool) -> None:
-        """Add a step that committed so many tokens, with or without drafts."""
+        """Add a step that committed `tokens` tokens, with or without drafts."""
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
         self._tried |= drafted
@@ -84,8 +84,8 @@ class TierWindow:
             self.seconds += seconds
 
     def take(self, long_rest_s: float) -> tuple[int, float, bool]:
-        """Return the tokens and the seconds since the last call, and whether they are those of a rest. A long rest
-        counts instead of the steps before it; one that is not long yet goes on."""
+        """Return the tokens and the seconds since the last call, and whether they were measured without drafting. A
+        long rest counts instead of the steps before it; a short one goes on."""
         tokens, seconds, rested = self.tokens, self.seconds, self.rested_s >= long_rest_s
         self.tokens, self.seconds = 0, 0.0
         if rested:
@@ -146,7 +146,7 @@ class DrafterSet:
         """Take a step: the tokens that it committed, the verifier's report, and each drafter's credits if there are
         several.
 
-        Starts a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
+        Start a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
         its tier is detached and serves other sessions; a tier without which the session is faster is left out.
         """
         now = time.monotonic()

@@ -44,7 +44,7 @@ class WarmStart:
         return {name: priors.estimates() for name, priors in tuple(self._entries.items())}
 
     async def run(self) -> None:
-        """Exchange all entries with other routers from time to time. Runs until cancelled."""
+        """Exchange all entries with other routers from time to time. Run until cancelled."""
         while True:
             for name, priors in [*self._entries.items()]:
                 try:

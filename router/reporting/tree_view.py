@@ -22,8 +22,8 @@ from router.sessions.generation import OwnedGeneration
 
 ID_CHARACTERS = 8  # of a session's id, as the page shows it: enough to tell ids apart, too few to resume it
 MAX_WATCHED = 8  # generations at a time
-UNASKED_S = 5.0  # a tree that nobody has asked for so long is watched no more
-CHECK_S = 1.0  # between two looks for those
+UNASKED_S = 5.0  # stop watching a tree that was not requested for this long
+CHECK_S = 1.0  # interval of the search for such trees
 ANSWER_S = 2.0  # timeout of the event loop's answer to a page
 
 Shape = dict[str, Any]

@@ -33,7 +33,7 @@ class TemplateMessage(NamedTuple):
 
     role: str
     content: str
-    tool_calls: tuple[Any, ...] = ()  # that the assistant made, in OpenAI's form, with arguments as objects
+    tool_calls: tuple[Any, ...] = ()  # calls that the assistant made, in OpenAI's form, with arguments as objects
     tool_call_id: str = ""  # of the call whose result it is
 
     @property
@@ -64,7 +64,7 @@ class ChatTemplate:
         self._turns = FairTurns(1, "the chat template")
 
     def check(self) -> None:
-        """Raises CheckpointError for a template that does not compile."""
+        """Raise CheckpointError for a template that does not compile."""
         try:
             self._thread.submit(self._start).result()
         except _TemplateError as error:

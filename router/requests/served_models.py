@@ -26,8 +26,8 @@ _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that
 TOKENIZERS = 2  # long texts that are tokenized at the same time
 _PIECE = 2**16  # characters that are tokenized at a time to find out whether a text fits
 _USUAL = 8  # characters of a token; few texts have more, and only those are counted before they are tokenized
-_MARK_TOKENS = 16  # that a mark and the lines around it have at most
-_SLACK = 2  # pieces may have more tokens than the text that they are parts of, but not so many times as many
+_MARK_TOKENS = 16  # most tokens of a mark and the lines around it
+_SLACK = 2  # splitting a text may add tokens, but less than this factor
 
 
 class RequestedModel(NamedTuple):

@@ -68,7 +68,7 @@ class Admission:
         return sum(map(len, self._queues.values()))
 
     def has_waiter_for(self, ticket: AdmissionTicket) -> bool:
-        """Whether a queued request could use the slot of this ticket."""
+        """Return whether a queued request could use the slot of this ticket."""
         limit = self._config.tenant_sessions
         full = self.held >= self._config.max_sessions  # then a free slot of any model helps every queue
 
@@ -176,7 +176,7 @@ class Admission:
         return self._config.max_sessions if capacity is None else min(capacity, self._config.max_sessions)
 
     def _has_room(self, model: str) -> bool:
-        """Whether one more generation of the model may be admitted. Slots that were granted and not yet used count."""
+        """Return whether one more generation of the model may be admitted. Granted slots count before they are used."""
         if self.held >= self._config.max_sessions:
             return False
         capacity = self._capacity(model)

@@ -27,7 +27,7 @@ class VerifierCandidate(NamedTuple):
 
 
 def order_candidates(candidates: Sequence[VerifierCandidate], tokens: int) -> list[Worker]:
-    """Return the order in which a session of so many tokens tries verifiers: first the one that has its KV, then by
+    """Return the order in which a session of `tokens` tokens tries verifiers: first the one that has its KV, then by
     load, zone and the prefix shared with other texts there.
 
     A full verifier that has the KV comes first only while waiting for it takes less time than reading the tokens anew
@@ -48,18 +48,18 @@ def _cost(candidate: VerifierCandidate, tokens: int) -> float:
 
 
 def _prefill_s(candidate: VerifierCandidate, tokens: int) -> float:
-    """Return the seconds that the wait and the prefill of so many tokens take there; 0: not known."""
+    """Return the seconds that the wait and the prefill of `tokens` tokens take there; 0: not known."""
     unread = max(0, tokens - candidate.shared)
     return candidate.wait_s + (unread / candidate.worker.prefill if candidate.worker.prefill else 0.0)
 
 
 def in_other_zone(zone: str, other: str) -> bool:
-    """Whether two zones differ; an empty zone is not known and differs from none."""
+    """Return whether two zones differ; an empty zone is not known and differs from none."""
     return bool(zone and other and zone != other)
 
 
 def should_rebalance(here: int, there: int, chance: float) -> bool:
-    """Whether a session should move from a drafter with `here` sessions to one with `there`.
+    """Return whether a session should move from a drafter with `here` sessions to one with `there`.
 
     Each session decides alone, with a `chance` drawn from 0 to 1, so that as many move as even the two out.
     """

@@ -110,7 +110,7 @@ class WorkerPool:
         return sorted({worker.model for worker in listed if worker.tokenizer_digest == tokenizer_digest})
 
     def is_listed(self, worker_id: str) -> bool:
-        """Whether a worker is listed and has not failed lately."""
+        """Return whether a worker is listed and has not failed lately."""
         return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
 
     @property
@@ -151,7 +151,7 @@ class WorkerPool:
     def rank_verifiers(self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], scope: str) -> list[Worker]:
         """Return verifiers in the order in which a session over these tokens is to try them; `holder` has its KV.
 
-        `scope`: within what its KV may be shared, as `Contract.kv_scope` returns it.
+        `scope`: KV is shared only among sessions with the same value; `Contract.kv_scope` returns it.
         """
         keys = prefix_keys(tokens, scope) if len(workers) > 1 else []
         return order_candidates([self._candidate(worker, holder, keys) for worker in workers], len(tokens))
@@ -173,7 +173,7 @@ class WorkerPool:
             self._residency.setdefault(worker.worker_id, ResidencyEma()).observe(stayed_s)
 
     def _fits(self, drafter: Worker, verifier: Worker, sampled: bool) -> bool:
-        """Whether a drafter can draft for a verifier. A permanent mismatch is logged once."""
+        """Return whether a drafter can draft for a verifier. A permanent mismatch is logged once."""
         status, pair = incompatibility(drafter, verifier, sampled=sampled), (drafter.worker_id, verifier.worker_id)
         if status is not None and status.reason is not SpeculationReason.RULE and pair not in self._logged_incompatible:
             self._logged_incompatible.add(pair)
@@ -181,7 +181,7 @@ class WorkerPool:
         return status is None
 
     def suspected(self, worker: Worker) -> bool:
-        """Whether a worker failed lately."""
+        """Return whether a worker failed lately."""
         return self._suspects.get(worker.worker_id, 0.0) > time.monotonic()
 
     def suspect(self, worker: Worker) -> None:

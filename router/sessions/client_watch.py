@@ -23,12 +23,12 @@ class ClientWatch:
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Checks the client in a moment, and again until it has been sent everything."""
+        """Check the client in a moment, and again until it has been sent everything."""
         if self._next is None:
             self._next = asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
     def stop(self) -> None:
-        """Ends the checks."""
+        """End the checks."""
         if self._next is not None:
             self._next.cancel()
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 async def refresh_workers(worker_pool: WorkerPool, admission: Admission) -> None:
-    """Refresh the list of workers, and grant free slots to waiting requests. Runs until cancelled."""
+    """Refresh the list of workers, and grant free slots to waiting requests. Run until cancelled."""
     while True:
         try:
             await worker_pool.refresh()
@@ -36,7 +36,7 @@ async def refresh_workers(worker_pool: WorkerPool, admission: Admission) -> None
 
 
 async def keep_key_listed(redis: Client, public_key: bytes, clock: RedisClock) -> None:
-    """Read Redis' clock and renew this router's ticket key in Redis. Runs until cancelled.
+    """Read Redis' clock and renew this router's ticket key in Redis. Run until cancelled.
 
     The key stays listed when the router ends, because tickets that it has signed are valid a while longer.
     """
@@ -50,7 +50,7 @@ async def keep_key_listed(redis: Client, public_key: bytes, clock: RedisClock) -
 
 
 async def keep_measured(storage: TenantStorage) -> None:
-    """Measure how full Redis is, again and again. Runs until cancelled."""
+    """Measure how full Redis is, again and again. Run until cancelled."""
     failed = ""
     while True:
         try:
@@ -64,7 +64,7 @@ async def keep_measured(storage: TenantStorage) -> None:
 
 
 async def sweep(sessions: Sessions) -> None:
-    """End generations of any router whose owner died and that were not resumed in time. Runs until cancelled.
+    """End generations of any router whose owner died and that were not resumed in time. Run until cancelled.
 
     Several routers may sweep at once: the second finds nothing left to do.
     """

@@ -15,7 +15,7 @@ from outrider.errors import InternalError, OutriderError, Unavailable
 from router.counters.usage_stats import UsageStats
 from router.sessions.response import EndReason, ResponsePart
 
-SLOW_CLIENT_S = 10.0  # a client that does not read for so long loses its slot, and gets one again when it reads
+SLOW_CLIENT_S = 10.0  # a client that does not read for this time loses its slot, and gets one again when it reads
 FLUSH_S = 0.2  # how long a client has to read the rest when its call ends with an error
 NOT_READ = "the client did not read for a while and lost its slot; resume the generation"
 
@@ -33,7 +33,7 @@ class StartedEvent:
     prompt_tokens: int
     cached_tokens: int
     forked_from: str
-    form: ModelForm  # in which the answer is written
+    form: ModelForm  # the form in which the answer is written
 
 
 @dataclass(frozen=True, slots=True)

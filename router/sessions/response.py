@@ -38,7 +38,7 @@ class ResponsePart:
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]  # one for each token; empty for tokens from the log
     logprobs: bytes  # as the log holds them; empty unless the contract asks for them
-    text: str  # that these tokens completed
+    text: str  # the text that these tokens completed
     text_offset: int  # characters of the response so far, this text included
 
     @property
@@ -127,7 +127,7 @@ class Response:
         return ResponsePart(position, tokens, (), logprobs, text, self.text_offset)
 
     def check_reached(self, next_position: int, text_offset: int) -> None:
-        """Raises InvalidRequest for a text offset outside the response, Conflict for a position beyond the log."""
+        """Raise InvalidRequest for a text offset outside the response, Conflict for a position beyond the log."""
         if next_position > self.position:
             raise position_beyond_log(next_position, self.position)
         if text_offset > self.text_offset:

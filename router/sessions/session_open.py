@@ -59,7 +59,7 @@ class RouterContext:
     metrics: RouterMetrics
     adapters: AdapterDirectory
     clock: RedisClock
-    turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
+    turns: LoopTurns = field(default_factory=LoopTurns)  # turns at reading again from the log
 
     def owner(self) -> str:
         """Return a new name for one acquisition of a session."""
@@ -321,7 +321,7 @@ async def _resumable(router: RouterContext, record: SessionRecord, generation: i
 
 
 def _check_same(found: SessionRecord, now: SessionRecord) -> None:
-    """Raises InvalidRequest if a later generation has begun since the session was found, NotFound if it was closed."""
+    """Raise InvalidRequest if a later generation has begun since the session was found, NotFound if it was closed."""
     if now.closed:
         raise NotFound(f"session {now.session_id} is closed")
     if now.generation > found.generation:

@@ -85,14 +85,14 @@ class Standby:
         self.holder, self._read_tokens, self._retry_at = worker.worker_id, len(tokens), 0.0
 
     def _has_other_verifier(self, serving: Worker) -> bool:
-        """Whether another verifier of the model is listed. One that has just started is used at once."""
+        """Return whether another verifier of the model is listed. One that has just started is used at once."""
         return any(
             worker.role == "verifier" and worker.model == self._model.name and self._is_eligible(worker, serving)
             for worker in self._router.worker_pool.listed
         )
 
     def _is_eligible(self, worker: Worker, serving: Worker) -> bool:
-        """Whether a verifier may go on with the session's text."""
+        """Return whether a verifier may go on with the session's text."""
         other = worker.worker_id != serving.worker_id and worker.origin == serving.origin
         return other and not self._router.worker_pool.suspected(worker)
 

@@ -51,7 +51,7 @@ class VerifierLink:
     """An open stream. Messages of one moment go out together."""
 
     def __init__(self, worker: Worker, channel: grpc.aio.Channel, lease_s: float) -> None:
-        """`lease_s`: the verifier ends all generations when this router has been silent for so long."""
+        """`lease_s`: the verifier ends all generations when this router has been silent for this time."""
         self.closed = False
         self._worker = worker
         self._lease_s = lease_s

@@ -15,7 +15,7 @@ READINGS = Readings(Deployment(level_ms=1.0, overhead_ms=1.0), DrafterKind(name=
 
 
 def drawn(agreement: float, best: float, depth: int, steps: int) -> Sample:
-    """Steps over trees of so many levels, all of whose children are verified."""
+    """Steps over trees of `depth` levels, all of whose children are verified."""
     dice, reached = random.Random(0), [0] * depth
     for _ in range(steps):
         for level in range(depth):

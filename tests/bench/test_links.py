@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from tests.test_faults import Reader, Writer, closed, connect, listening, timed
 
 PINGS = 24
-LATE_S = 0.05  # by which a busy machine may deliver late
+LATE_S = 0.05  # longest delay of a busy machine
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ EACH = WINDOW // ANSWER  # answers of a window
 
 
 def phase(*steps: int, seconds: float = 1.0) -> list[OnlineAnswer]:
-    """Windows of answers, those of one window in so many steps each."""
+    """Windows of answers, those of one window in the given steps each."""
     return [
         OnlineAnswer(at, (at + 1) * seconds, 0.6, (0,) * ANSWER, each)
         for at, each in enumerate(each for each in steps for _ in range(EACH))

@@ -87,7 +87,7 @@ def main() -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
-    """Runs all parts. Returns the exit status."""
+    """Runs all parts. Return the exit status."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

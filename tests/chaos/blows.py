@@ -38,7 +38,7 @@ class Blow:
 
 def _kills(roles: Sequence[Role]) -> Callable[[random.Random, int], list[Blow]]:
     def made(rng: random.Random, count: int) -> list[Blow]:
-        """So many kills of each role, in rounds."""
+        """`count` kills of each role, in rounds."""
         return [_blow(rng, "kill", role) for _ in range(count) for role in rng.sample(roles, len(roles))]
 
     return made

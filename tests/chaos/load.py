@@ -173,7 +173,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
     async def more(self, tokens: int, within_s: float) -> None:
-        """Waits until all sessions together have received so many more tokens, or until so much time has passed."""
+        """Waits until all sessions together have received `tokens` more tokens, or until `within_s` has passed."""
         until, give_up = self.received_tokens + tokens, time.monotonic() + within_s
         while self.received_tokens < until and time.monotonic() < give_up:
             await asyncio.sleep(LOOK_S)

@@ -128,7 +128,7 @@ class Pounding:
                     max(took) <= SERVED_S,
                 )
                 if len(took) >= ENOUGH:
-                    what = f"the same from the beginning on, p99 of {len(stall) + len(took)}"
+                    what = f"first token beside them from the beginning on, p99 of {len(stall) + len(took)}"
                     self._found(what, f"{p99:.3f} s", f"{bound_s:.3f} s", p99 <= bound_s)
                 self._found(
                     f"memory of the router beside {name}",

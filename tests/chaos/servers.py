@@ -102,7 +102,7 @@ class RedisProcess:
         return self._running().returncode
 
     async def start(self, redis_url: str = "") -> None:
-        """Returns once it answers."""
+        """Return once it answers."""
         self._child = await asyncio.create_subprocess_exec(
             *self._command, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
         )
@@ -157,7 +157,7 @@ class Server:
             os.kill(self.child.pid, signal.SIGCONT)
 
     def serves(self, record: SessionRecord) -> bool:
-        """Whether a session depends on it."""
+        """Return whether a session depends on it."""
         if self.role == "router":
             return record.owner.startswith(f"{self.known_as}/")
         return self.role == "redis" or self.known_as in (record.verifier, *record.drafters)
@@ -169,7 +169,7 @@ class Reading:
 
     at: float  # monotonic
     session_id: str
-    tokens: int  # that the verifier read again; 0: it had them
+    tokens: int  # tokens that the verifier read again; 0: it had them
     seconds: float  # from asking the verifier to its first token
 
 

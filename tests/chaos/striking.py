@@ -30,7 +30,7 @@ class Struck:
     blow: Blow
     server: str
     at: float  # monotonic
-    sessions: list[Received]  # that depended on the server
+    sessions: list[Received]  # the sessions that depended on the server
     recoveries: list[float] = field(default_factory=list)  # s, from the blow to each one's next token
     read_again: list[float] = field(default_factory=list)  # s of these, from asking a verifier to its first token
     besides: list[float] = field(default_factory=list)  # s of each recovery that were not spent on that
@@ -176,7 +176,7 @@ class Striker:
 
 
 def went_on(received: Received, at: float) -> bool:
-    """Whether a session has received tokens since, beyond what was under way; or has ended."""
+    """Return whether a session has received tokens since, beyond what was under way; or has ended."""
     return received.ended is not None or bool(received.times and received.times[-1] > at + UNDER_WAY_S)
 
 

@@ -155,9 +155,9 @@ async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: Script
             await anext(chunks)
             call = unread._call
             assert isinstance(call, _calls.RoutedCall)
-            await asyncio.sleep(0.3)  # in which a hundred more are sent
+            await asyncio.sleep(0.3)  # meanwhile a hundred more are sent
             assert len(call._events) == _calls.MAX_HELD
-            for _ in range(300):  # which continue one another, or an error is raised
+            for _ in range(300):  # tokens continue one another, or an error is raised
                 await anext(chunks)
             await asyncio.sleep(0.1)
         await until(call._reading.done)

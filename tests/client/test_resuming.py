@@ -502,7 +502,7 @@ async def read(stream: outrider.AsyncStream) -> list[outrider.Chunk]:
 
 
 async def goes_on(router: ScriptedRouter, reader: asyncio.Task[list[outrider.Chunk]]) -> None:
-    """Returns once the router sends chunks again; raises what the reader failed with meanwhile."""
+    """Return once the router sends chunks again; raises what the reader failed with meanwhile."""
     sending = asyncio.create_task(asyncio.to_thread(router.under_way.wait, 10))
     await asyncio.wait({sending, reader}, return_when=asyncio.FIRST_COMPLETED)
     if reader.done():

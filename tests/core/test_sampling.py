@@ -232,7 +232,7 @@ def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
     ours = Sampler(wider, V, text[:-1], 0)
     ours.extend(text[-1:])
     padded = np.concatenate([logits, np.full(10, -np.inf, np.float32)])
-    plain = Sampler(contract, V + 10, text, 0)  # which has them all, and whose model never chooses them
+    plain = Sampler(contract, V + 10, text, 0)  # this sampler has all ids, and its model never chooses the further ones
     assert np.array_equal(ours.scores(logits, path), plain.scores(padded, path)[:V])
     assert wider.allows_any(V)
     assert not replace(contract, allowed_ids=foreign, banned_ids=(), stop_ids=()).allows_any(V)
@@ -243,7 +243,7 @@ def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
     [
         ({}, True),
         ({"temperature": 0.3}, True),
-        ({"temperature": 0.0, "top_k": 2}, True),  # which no argmax minds
+        ({"temperature": 0.0, "top_k": 2}, True),  # a filter changes no argmax
         ({"top_k": 2}, False),
         ({"banned_ids": (1,)}, False),
         ({"temperature": 0.0, "banned_ids": (1,)}, False),
@@ -316,7 +316,7 @@ def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_need
     both = np.zeros(2)
     keep_top_p(both, 0.9)
     assert both.tolist() == [0.0, 0.0]
-    large = np.array([900.0, 0.0, 899.0])  # whose exponentials are not finite
+    large = np.array([900.0, 0.0, 899.0])  # their exponentials are not finite
     keep_top_p(large, 0.9)
     assert large.tolist() == [900.0, -math.inf, 899.0]
 

@@ -41,7 +41,7 @@ def bound(query: str) -> str:
 
 
 def main(folder: Path) -> int:
-    """Returns the exit status: 1 when something is wrong."""
+    """Return the exit status: 1 when something is wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     wrong = []
     for overlay in OVERLAYS:

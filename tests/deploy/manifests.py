@@ -153,7 +153,7 @@ def cpus(quantity: str) -> float:
 
 
 def selects(selector: Manifest | None, labels: dict[str, str]) -> bool:
-    """Whether a label selector fits; an empty one fits all, and none fits nothing."""
+    """Return whether a label selector fits; an empty one fits all, and none fits nothing."""
     if selector is None:
         return False
     wanted = selector.get("matchLabels", {})

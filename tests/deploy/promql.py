@@ -22,7 +22,7 @@ class Series:
 
 @dataclass
 class Checker:
-    """Checks queries against the series that there are, and remembers which they asked for."""
+    """Checks queries against known series, and remembers which they asked for."""
 
     series: Mapping[str, Series]
     values: Mapping[str, frozenset[str]]  # of labels that have but few

@@ -22,7 +22,7 @@ from tests.fleet.hosts import Host, network, permitted
 
 pytestmark = pytest.mark.long
 
-# What the machines of a test do not have: GPUs, certificates, so many cores.
+# What the machines of a test do not have: GPUs, certificates, further cores.
 FITTED = {
     "--model=/models/target": f"--model={ROOT / 'models' / 'target'}",
     "--tensor-parallel=8": "--tensor-parallel=2",

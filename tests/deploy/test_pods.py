@@ -11,8 +11,8 @@ from tests.deploy.commands import Command, parsed
 from tests.deploy.manifests import OVERLAYS, Manifest, Pod, arguments, environment, pods, rendered, role
 
 START_S = {"router": 60, "gateway": 60, "drafter": 300, "verifier": 300}  # the least, for small models from a disk
-MARGIN_S = 10  # of what follows a drain: messages to other servers, files that are written
-SERVICES = {  # that a role's health is reported for
+MARGIN_S = 10  # time for what follows a drain: messages to other servers, files that are written
+SERVICES = {  # the services whose health a role reports
     "router": inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
     "drafter": drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name,
@@ -28,7 +28,7 @@ def each(chosen: list[tuple[str, Pod]]) -> pytest.MarkDecorator:
 
 
 each_pod = each(PODS)
-each_probed_pod = each([(overlay, pod) for overlay, pod in PODS if pod.component != "trainer"])  # which nobody calls
+each_probed_pod = each([(overlay, pod) for overlay, pod in PODS if pod.component != "trainer"])  # trainers serve nobody
 each_server = each([(overlay, pod) for overlay, pod in PODS if pod.server is not None])
 each_deployed_server = each([(overlay, pod) for overlay, pod in PODS if pod.server and "Deployment/" in pod.owner])
 

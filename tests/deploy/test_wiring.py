@@ -109,7 +109,7 @@ def test_alerts_and_dashboards_are_the_ones_that_we_have(overlay: str) -> None:
     found = [it for it in of_kind(rendered(overlay), "ConfigMap").values() if it["metadata"]["name"] == "dashboards"]
     assert len(found) == watched
     for it in found:
-        assert it["metadata"]["labels"]["grafana_dashboard"] == "1"  # by which Grafana's sidecar finds it
+        assert it["metadata"]["labels"]["grafana_dashboard"] == "1"  # Grafana's sidecar finds it by this label
         shipped = {file.name: file.read_text(encoding="utf-8") for file in DEPLOY.glob("grafana/dashboards/*.json")}
         assert it["data"] == shipped
 

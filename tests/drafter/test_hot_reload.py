@@ -56,7 +56,7 @@ class Rig:
         await self.versions.publish(Version(number, str(folder), digest, "target", "", ""))
 
     async def agree(self, share: float) -> None:
-        """The present version agrees so often."""
+        """The present version agrees in that share of positions."""
         self.scheduler.agreed += round(share * 4 * FIRST_COMPARISON)
         self.scheduler.compared += 4 * FIRST_COMPARISON
         await self.hot_reload.poll()

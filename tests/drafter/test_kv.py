@@ -86,7 +86,7 @@ class Engine(SimpleNamespace):
 
 
 class Bounded(Engine):
-    """One with memory for so many pages; what is released is lost."""
+    """One with memory for a number of pages; what is released is lost."""
 
     def __init__(self, texts: Callable[[int], Sequence[int]], pages: int) -> None:
         super().__init__(texts)

@@ -34,7 +34,7 @@ def test_an_adapter_that_cannot_be_loaded_is_not_loading_for_ever(
     (tmp_path / "sql").mkdir()
     engine, adapter = Failing(failure), Adapter("sql", "a" * 32)
     own = OwnAdapters(tmp_path, most=1)
-    for wanted in (adapter, Adapter("sql", "b" * 32)):  # of which the second finds a place
+    for wanted in (adapter, Adapter("sql", "b" * 32)):  # the second of these finds a place
         loaded = threading.Event()
         with caplog.at_level(logging.WARNING):
             assert own.known(wanted, cast(Engine, engine), loaded.set) is None

@@ -40,7 +40,7 @@ DRAWN = [
 
 
 def begun(contract: Contract, *, drafter: int, target: int, heads: bool = False, prompt: Sequence[int] = PROMPT) -> Any:
-    """A session of a drafter with so many ids for a target with so many."""
+    """A session of a drafter with `drafter` ids for a target with `target`."""
     snapshot = MirrorSnapshot(tuple(prompt), extend(EMPTY, prompt), contract, PLAN, 10_000, unpadded_vocabulary=target)
     if rule_of(contract).child_sampling is ChildSampling.SAMPLED:
         return (EagleSampledSession if heads else SampledSession)(snapshot, 0, drafter)

@@ -157,7 +157,7 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
     acts=st.lists(st.sampled_from(["below", "rescore", "commit on", "commit off", "drop", "renew"]), max_size=30),
 )
 def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: list[str]) -> None:
-    """Whether the one between has as many ids as the target, fewer or more."""
+    """Return whether the one between has as many ids as the target, fewer or more."""
     three = Three(seed, credit, target=target)
     for act in acts:
         match act:

@@ -62,12 +62,12 @@ class Engine(SimpleNamespace):
 
 
 def at_rest(member: ScheduledSession) -> bool:
-    """Whether it has read all of its text, and has nothing to run."""
+    """Return whether it has read all of its text, and has nothing to run."""
     return member.session is not None and not member.session.behind and member.next is None
 
 
 def found(member: ScheduledSession, engine: Engine) -> bool:
-    """Whether the repetition is in its tree, or the model has run it: then it decides, and proposes other tokens."""
+    """Return whether its tree has the repetition, or the model has run it: then it proposes other tokens."""
     assert member.session is not None
     return FOLLOWED in member.session.tree.root.children or member.session.slot in engine.following
 

@@ -21,7 +21,7 @@ class Sample:
 
     tokens: Tokens  # [texts, length]
     law: Floats  # [texts, length, vocabulary]: p
-    draft: Floats  # the same: q, the law of the drafter
+    draft: Floats  # probabilities: q, of the drafter
     joint: Floats  # [vocabulary, vocabulary]: the law of the first two tokens together
 
 
@@ -65,7 +65,7 @@ def transform(sample: Sample, order: Floats | Tokens, v: Floats) -> Floats:
 
 
 def uniform(cells: Floats, count: int) -> float:
-    """Whether cell numbers 0 .. count - 1 are equally frequent."""
+    """Return whether cell numbers 0 .. count - 1 are equally frequent."""
     counts = np.bincount(cells.astype(np.int64).ravel(), minlength=count)
     return chi_square(counts, np.full(count, 1.0 / count))
 

@@ -129,7 +129,7 @@ async def test_equal_prompts_share_no_kv_with_those_of_another_adapter(adapted: 
         for model in ("a", "b", "target", "a", "a")
     ]
     assert cached[:3] == [0, 0, 0]
-    assert max(cached[3:]) > 100  # of three sessions with adapter a, two were at the same of the two verifiers
+    assert max(cached[3:]) > 100  # of three sessions with adapter a, two were at one of the two verifiers
 
 
 async def test_a_verifier_that_is_killed_changes_nothing(made: Path, prompts: list[str]) -> None:

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SLOTS = 4
 AT_ONCE = 12  # so that most wait
 TOKENS = 100  # of an answer
-LONGEST_S = 0.4  # that one lives, unless it is to have a token first
-LEVEL = 1_000  # after so many heaps have filled, as much as they do
-MORE_MB = 25  # that a process may hold over what it held after a fifth of them
+LONGEST_S = 0.4  # longest life of a session that need not have a token first
+LEVEL = 1_000  # after this many, heaps have filled as much as they do
+MORE_MB = 25  # most memory that a process may hold more than after a fifth of them
 COUNTS = [
     pytest.param(200, id="200"),
     pytest.param(10_000, id="10000", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),

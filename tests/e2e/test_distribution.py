@@ -28,7 +28,7 @@ LOSSLESS = [rule for rule in RULES if rule not in (*LOSSY, SHARED_NOISE)]
 AT_ONCE = 8
 LEVEL = 0.01
 RARELY = 1e-4  # the level where a run cannot be repeated: what is drawn there depends on what came in time
-SEED = 5  # of what the tests themselves draw
+SEED = 5  # seed of the draws of the tests themselves
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def law(checkpoint: Path, texts: NDArray[np.int64], prompt: Sequence[int] = PROM
 
 
 async def answers_of(cluster: LocalCluster, count: int) -> list[outrider.Generation]:
-    """So many texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
+    """`count` texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
     room = asyncio.Semaphore(AT_ONCE)
     async with outrider.AsyncClient(cluster.router_address) as client:
 

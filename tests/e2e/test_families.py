@@ -33,7 +33,7 @@ def checkpoint(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def first_layers(target: Path, drafter: Path, kept: int = 2) -> Path:
-    """Has the target's later layers add nothing, and makes a drafter that predicts the same without them."""
+    """Has the target's later layers add nothing, and makes a drafter that predicts the same tokens without them."""
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     with torch.no_grad():
         for layer in model.transformer.h[kept:]:

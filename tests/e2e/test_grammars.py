@@ -1,4 +1,4 @@
-"""Answers of a cluster follow their grammars, with drafters and without them the same, whatever happens meanwhile."""
+"""Answers of a cluster follow their grammars, with and without drafters alike, whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Bounded:
     lines: list[str] = field(default_factory=list)
 
     async def answers(self, prompt: Sequence[int], plan: Plan, name: str) -> list[Answer]:
-        """Of as many sessions at once as there are slots, every fourth one sampled. Each one tries heads for itself,
+        """A session in every slot, every fourth one sampled. Each one tries heads for itself,
         because it bans a token.
         """
         verifier = self.cluster.processes["verifier-0"].address

@@ -33,7 +33,7 @@ SOAKS = [  # seconds
     pytest.param(60.0, id="minute", marks=[pytest.mark.long, pytest.mark.timeout(180)]),
     pytest.param(600.0, id="ten-minutes", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
 ]
-# That a process may hold in a soak's last third, over the end of its first: heaps that fill took 15 (levelling off
+# Most that a process may hold in a soak's last third over the end of its first: heaps that fill took 15 (levelling off
 # in the second minute), and a leak of 15 kB a session, of which there are about 2,000 in between, takes 30. What a
 # router leaves of a session is counted to the byte, without its heap's gaps, in tests/router/test_growth.py.
 MORE_MB = 25
@@ -54,7 +54,7 @@ async def short_lived() -> AsyncIterator[LocalCluster]:
     async with LocalCluster(config, forward=lambda name, line: print(name, line)) as running:
         yield running
     monkeypatch.undo()
-    os.rmdir(folder)  # which fails if a file was left
+    os.rmdir(folder)  # this fails if a file was left
 
 
 async def one_session(client: outrider.AsyncClient, stub: InferenceStub, way: int, seed: int) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_path: Path, prompts: list[str]) -> None:
-    store = tmp_path / "foreign.rest"  # in which nothing of the text stands
+    store = tmp_path / "foreign.rest"  # this store has nothing of the text
     digest = tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes())
     write_datastore(store, [[4000, 4001, 4002]], tokenizer_digest=digest, vocabulary=4096, progress=lambda *_: None)
     config = cluster_config(drafters=1)

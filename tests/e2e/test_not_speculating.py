@@ -88,7 +88,7 @@ async def status(cluster: LocalCluster, *drafters: DrafterConfig, tokens: int = 
 
 
 async def seen(client: outrider.AsyncClient, drafters: int) -> None:
-    """Waits until the router sees so many drafters, whatever they are for."""
+    """Waits until the router sees that number of drafters, whatever they are for."""
     async with asyncio.timeout(20):
         while True:
             (target,) = [model for model in await client.models() if model.name == "target"]
@@ -157,7 +157,7 @@ async def test_a_rule_that_draws_from_q_is_nothing_for_a_drafter_without_a_model
 
 
 async def test_the_drafter_is_refused_by_a_verifier_of_another_tokenizer(cluster: LocalCluster) -> None:
-    """That it reaches by a tunnel which leads to the wrong one."""
+    """The drafter reaches it by a tunnel that leads to the wrong one."""
     astray = GOOD.model_copy(update={"via": cluster.processes["verifier-1"].address})
     found = await status(cluster, astray, tokens=1000)  # for most of them the refusal is known
     assert found.reason is SpeculationReason.REFUSED

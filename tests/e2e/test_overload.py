@@ -26,10 +26,10 @@ SLOTS = 8
 QUEUE = 16
 TOKENS = 64  # of an answer
 TIMES = 4  # the sustainable load
-PEAK_S = 8.0  # that the peak is measured
+PEAK_S = 8.0  # duration of the peak's measurement
 RAMP_S = 3.0  # before anything is counted
 LONGEST_REFUSAL_S = 0.05
-MORE_MB = 12  # that the router may hold at the end, over the end of the first third: heaps that fill
+MORE_MB = 12  # most memory that the router may hold at the end, over that after the first third: heaps fill
 OVERLOADS = [  # seconds, runs, and how many of 100 refusals must be quick; measurements: they want a quiet machine
     pytest.param(12.0, 3, 90, id="short", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
     pytest.param(300.0, 1, 99, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
@@ -105,7 +105,7 @@ class Figures:
     late_mb: float
 
     def refused_within(self, share: int) -> float:
-        """Seconds within which so many of 100 refusals were answered."""
+        """Seconds within which `share` of 100 refusals were answered."""
         return quantiles(self.refusals, n=100)[share - 1]
 
     def __str__(self) -> str:

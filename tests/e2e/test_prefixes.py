@@ -22,7 +22,7 @@ MODEL = MODELS / "target"
 SYSTEM = "".join(f"{number}. Answer in the style of chapter {number * 7}.\n" for number in range(20))
 SLOTS = 16
 SHARED = 192  # tokens that all texts with it begin with, at least
-KEYS = LENGTHS.index(SHARED) + 1  # announced once so much is read; it is announced while it is being read, too
+KEYS = LENGTHS.index(SHARED) + 1  # announced once this text is read; it is announced while it is being read, too
 
 
 async def test_prompts_that_begin_alike_are_read_where_the_first_one_was(prompts: list[str]) -> None:

@@ -75,7 +75,7 @@ class Asking:
 
 
 async def attach_below(drafter: str, upstream: str, session: str) -> str:
-    """Has one drafter draft for another. Returns its name."""
+    """Has one drafter draft for another. Return its name."""
     async with open_channel(drafter) as below, open_channel(upstream) as above:
         name = (await DrafterStub(below).Describe(types_pb2.DescribeRequest())).worker_id
         there = (await DrafterStub(above).Describe(types_pb2.DescribeRequest())).worker_id

@@ -16,7 +16,7 @@ SPREAD = 2.0  # of a weight matrix, over the root of its width: the distribution
 
 
 def make_tiny(folder: Path, *, layers: int, width: int, astray: float = 0.0, context: int = CONTEXT) -> Path:
-    """A random Llama checkpoint in float32, the same for the same shape but for a share `astray` of other noise."""
+    """A random Llama checkpoint in float32; those of a shape are equal but for a share `astray` of other noise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about itself
         from transformers import AutoModelForCausalLM, LlamaConfig

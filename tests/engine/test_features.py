@@ -30,7 +30,7 @@ def engine_of(engine_class: EngineClass, features: Features) -> Engine:
 
 
 def hidden_states(reference: Reference, features: Features, tokens: np.ndarray) -> np.ndarray:
-    """transformers' own: its last ones are normed, the others the outputs of so many layers."""
+    """transformers' own: its last ones are normed, the others the outputs of the first layers."""
     with torch.no_grad():
         found = reference.model(torch.tensor([tokens.tolist()]), output_hidden_states=True).hidden_states
     return torch.cat([found[layer][0] for layer in features.layers or (-1,)], -1).numpy()

@@ -283,7 +283,7 @@ def short_tokenizer(folder: Path, ids: int) -> Path:
 
 
 def repadded(source: Path, folder: Path, rows: int) -> Path:
-    """Heads whose own unembedding has so many rows; further ones are louder than all others."""
+    """Heads whose own unembedding has `rows` rows; further ones are louder than all others."""
     shape, network = load_network(source)
     for child in network.modules():
         if isinstance(child, torch.nn.Linear) and child.out_features == shape.vocabulary:

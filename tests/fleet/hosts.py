@@ -82,7 +82,7 @@ class Host:
 
 @contextmanager
 def network(count: int) -> Iterator[list[Host]]:
-    """That many hosts that reach one another, and this machine them. Raises CalledProcessError where not permitted."""
+    """`count` hosts that reach one another, and this machine them. Raises CalledProcessError where not permitted."""
     name = "ot" + secrets.token_hex(2)
     prefix = f"10.{77 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
     folder = Path(tempfile.mkdtemp(prefix="ot-"))

@@ -83,7 +83,7 @@ def facts(pid: int) -> dict[str, object]:
 
 
 def runs(pid: int) -> bool:
-    """Whether it has not ended. A zombie has ended."""
+    """Return whether it has not ended. A zombie has ended."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -26,7 +26,7 @@ class GatewayProcess:
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
     def forget_peak(self) -> int:
-        """Measure the peak from now on. Returns what it holds now."""
+        """Measure the peak from now on. Return what it holds now."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5", encoding="ascii")
         return self.peak_bytes
 

@@ -28,7 +28,7 @@ DEEP = '{"a":' * 150 + "1" + "}" * 150
 
 
 def filled(head: str, unit: str, tail: str, most: int = 4 * MIB, count: int | None = None) -> bytes:
-    """A body of as many units as fit into the most bytes, or so many."""
+    """A body of as many units as fit into the most bytes, or of `count`."""
     room = (most - len(head) - len(tail)) // (len(unit) + 1)
     return (head + ",".join([unit] * (count or room)) + tail).encode()
 
@@ -37,7 +37,7 @@ def tool(parameters: str) -> str:
     return f'{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}'
 
 
-REFUSED = {  # by what is wrong: the body, and the field that the error names
+REFUSED = {  # the body, and the field that the error names, by what is wrong
     "tools": (filled(f'{{{MESSAGES},"tools":[', tool(DEEP), "]}"), "tools"),
     "wide-tools": (
         filled(f'{{{MESSAGES},"tools":[{{"type":"function","function":{{"name":"f","x":[', "{}", "]}}]}"),

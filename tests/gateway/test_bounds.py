@@ -276,7 +276,7 @@ def test_each_further_tenant_finds_room() -> None:
     for tenant, share in (("a", 32), ("b", 16), ("c", 8), ("d", 4)):
         held.add(tenant, share)
         with pytest.raises(Overloaded, match="of this tenant as it has left"):
-            held.add(tenant, 1)  # which adds nothing
+            held.add(tenant, 1)  # this call adds nothing
     assert held.held == 60
     held.release("a", 32)
     held.add("d", 16)

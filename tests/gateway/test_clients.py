@@ -1,4 +1,4 @@
-"""The gateway calls the router with each caller's own key, over connections of which there are only so many."""
+"""The gateway calls the router with each caller's own key, over connections whose number is limited."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def kill(pid: int) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended, and closed its sockets."""
+    """Return whether a process has ended, and closed its sockets."""
     try:
         return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:

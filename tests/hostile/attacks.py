@@ -54,7 +54,7 @@ class Target:
     attack: str
     seconds: float
     router: str
-    other_router: str  # whose clock is another
+    other_router: str  # a router with another clock
     gateway: str
     verifier: str
     redis: str  # URL of a drafter's user

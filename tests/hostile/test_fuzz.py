@@ -67,7 +67,7 @@ REFUSALS = {
 }
 
 
-OUTCOMES = REFUSALS | {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}  # of what lied to us
+OUTCOMES = REFUSALS | {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}  # of lying peers
 
 
 @pytest.fixture(scope="session")
@@ -409,7 +409,7 @@ class LyingRouter(InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         for response in self.script:
             await context.write(response)
-        await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # which the SDK does not try again
+        await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # the SDK does not try that again
 
     async def Answers(self, requests: Any, context: Any) -> None:
         handles = iter(range(2 * len(self.script)))

@@ -1,4 +1,4 @@
-"""So much of something at once and no more, in all and of each key."""
+"""At most a number at once, in total and per key."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.engine.taught import greedy, taught_heads
 
 ADAPTERS = ("a", "b")
 SLOTS = 16  # of a worker: all streams of a cell, those of a killed verifier too
-LEASE_S = 2.0  # a router that is silent for so long is taken for dead
+LEASE_S = 2.0  # a router that is silent for this time is taken for dead
 READY_S = 30.0  # for the routers to see all workers
 PADDED = 4224  # ids of the padded drafter
 TAUGHT = 160  # tokens of the text that heads know
@@ -49,7 +49,7 @@ class Checkpoints:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The same in the target's tokens."""
+        """The prompt in the target's tokens."""
         return Tokenizer.from_file(str(self.target / "tokenizer.json")).encode(self.prompt).ids
 
     @cached_property
@@ -168,7 +168,7 @@ class MatrixCluster:
         self._kill(self._first)
 
     async def restore(self) -> list[str]:
-        """Starts again what has ended, and waits until the routers see all of it. Returns the names of those that were
+        """Starts again what has ended, and waits until the routers see all of it. Return the names of those that were
         not killed."""
         killed, self._killed = self._killed, []
         for process in killed:

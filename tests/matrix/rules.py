@@ -39,7 +39,7 @@ RULE_FACTORS: Factors = {
     "answer": ("free", "JSON schema", "regex"),
     "adapting": ("no adapter", "adapter A"),
 }
-DRAFTING = "model"  # by which all are drafted
+DRAFTING = "model"  # all sessions have drafts by a model
 
 
 def all_rule_cells(seed: int) -> list[RuleCell]:
@@ -57,7 +57,7 @@ class Law:
     p: float  # of the hypothesis that they follow the target's law; 0 with a token that it does not allow
 
     def broken(self, cells: int) -> bool:
-        """Whether the law is broken, at a level that holds for so many cells together."""
+        """Return whether the law is broken, at a level that holds for `cells` cells together."""
         return self.p * cells < LEVEL
 
 

@@ -32,7 +32,7 @@ class Wish:
     prompt: tuple[int, ...]  # what follows the session's tokens, or all of them
     max_tokens: int = 12
     stops: tuple[str, ...] = ()
-    session: str = ""  # of which this is a turn
+    session: str = ""  # the session that this turn belongs to
     whole_history: bool = False
 
     def request(self) -> pb.GenerateRequest:

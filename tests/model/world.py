@@ -55,7 +55,7 @@ MOVED_ON = ("only the latest", "a later generation has begun", "an earlier gener
 class World:
     """Two routers, the log, two verifiers, two drafters, and the clients.
 
-    `steady`: all verifiers generate the same; otherwise each has its own roundings, and what counts is the log.
+    `steady`: all verifiers generate the same text; otherwise each has its own roundings, and what counts is the log.
     """
 
     def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:
@@ -358,12 +358,12 @@ class World:
             raise Violation(f"something is left: {left}")
 
     def _alone(self, client: Client) -> bool:
-        """Whether no client could have taken over what this client reads, itself included."""
+        """Return whether no client could have taken over what this client reads, itself included."""
         others = [other for other in self.clients if other is not client and other.session in ("", client.session)]
         return client.calls == 1 and not others and client.session not in self.cancelled
 
     def _tries_again(self, client: Client) -> bool:
-        """Whether a patient user has reason to ask once more after an error."""
+        """Return whether a patient user has reason to ask once more after an error."""
         if client.error in ("NotFound", "Conflict"):
             return client.session in self.redis.hurt - self.lapsed and not self._gone(client.session)
         return client.error in ("Superseded", "Busy")
@@ -372,11 +372,11 @@ class World:
         return other.wish is not None and (other.session, other.generation) == (client.session, client.generation)
 
     def _gone(self, session: str) -> bool:
-        """Whether tokens of a session were lost for good."""
+        """Return whether tokens of a session were lost for good."""
         return self.redis.lost.get(session, "?") == ""
 
     def _owned_by(self, name: str, router: Router) -> bool:
-        """Whether a router owns a session, and has all of it in its memory."""
+        """Return whether a router owns a session, and has all of it in its memory."""
         generation = router.inference.running.get(name)
         token_log = generation._opened.token_log if generation is not None else None
         record = self.redis.store.sessions[name].record if name in self.redis.store.sessions else None

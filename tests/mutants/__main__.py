@@ -88,7 +88,7 @@ def _check_unmutated(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> None:
 
 
 def _judged(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[Result]:
-    """All of them, as many at a time as there are copies; a line for each as it is judged."""
+    """All of them, one at a time in each copy; a line for each as it is judged."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)

@@ -37,11 +37,11 @@ class Mutant:
 
     area: str  # the name of its list
     name: str
-    promise: str  # that it breaks
+    promise: str  # the promise that it breaks
     before: str
     after: str
     tests: tuple[str, ...]  # pytest's node ids of those that are to find it out
-    function: str = ""  # that it changes
+    function: str = ""  # the function that it changes
     file: str = ""  # in place of a function, where it is not in Python
 
     @property

@@ -8,7 +8,7 @@ there that run the changed function. One that hangs or crashes is found out like
     [[equivalent]]
     function = "TokenTree.graft"  # as among the hand-made ones
     before = "the changed line or lines, without what surrounds them"
-    after = ["the same with the change"]  # one text for each such mutant
+    after = ["those lines with the change"]  # one text for each such mutant
     reason = "Why no behaviour differs."
 
 They are left out of the score. An entry is refused where no mutant that survives has that text.
@@ -104,7 +104,7 @@ class Judgement:
 
 
 def judge(jobs: int) -> Judgement:
-    """Makes the mutants in a copy of the repository and runs their tests, so many at a time."""
+    """Makes the mutants in a copy of the repository and runs their tests, `jobs` at a time."""
     with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as name:
         folder = Path(name).resolve()
         Copy(folder)

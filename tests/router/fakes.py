@@ -64,8 +64,8 @@ class FakeVerifier(VerifierServicer):
         self.stride = stride
         self.full = False
         self.slots: int | None = None  # sessions at once; None: all that come
-        self.most = 0  # that were open at once
-        self.drafters = 0  # that reports count
+        self.most = 0  # most sessions that were open at once
+        self.drafters = 0  # drafters that reports count
         self.verified = 4  # nodes of each step, in reports
         self.elapsed_us = 0  # of each step, in reports; 0: not measured
         self.rates = 0, 0  # of the verifier without and with drafting, in reports; drafters rest if there are any
@@ -79,9 +79,9 @@ class FakeVerifier(VerifierServicer):
         self.silent = False  # no heartbeats
         self.moves_after: int | None = None  # tokens; then it goes down in order
         self.dies_at_the_end = False  # before it sends the end of the generation
-        self.heartbeats = 0  # that routers sent
+        self.heartbeats = 0  # heartbeats that routers sent
         self.adapters: list[str] = []  # folders of the adapters that these were read with
-        self.folders: set[str] = set()  # that hold adapters
+        self.folders: set[str] = set()  # the folders that hold adapters
         self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
         self.reading: Callable[[], None] = lambda: None  # happens while they are read
 

@@ -73,7 +73,7 @@ async def one(rig: Rig, way: int) -> None:
 
 
 async def batch(rig: Rig, verifier: FakeVerifier, drafter: FakeDrafter, count: int, ways: range) -> int:
-    """So many sessions in these ways, some at once. Returns the bytes in use once nothing is left of them."""
+    """Run `count` sessions in these ways, some at once. Return the bytes in use once nothing is left of them."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def gated(number: int) -> None:

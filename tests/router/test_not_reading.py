@@ -89,7 +89,7 @@ async def test_others_are_served_at_once_beside_clients_that_do_not_read(
 
 
 async def drained(call: Any, tokens: int) -> list[pb.GenerateResponse]:
-    """Events of a call until they have so many tokens."""
+    """Events of a call until they have `tokens` tokens."""
     events: list[pb.GenerateResponse] = []
     while sum(len(event.chunk.token_ids) for event in events) < tokens:
         events.append(await call.read())
@@ -138,7 +138,7 @@ async def rig_sessions(rig: Rig) -> list[str]:
 
 
 async def leaseless(rig: Rig, session: str, within_s: float) -> None:
-    """Returns when no router owns the session any more."""
+    """Return when no router owns the session any more."""
     async with asyncio.timeout(within_s):
         while (await rig.sessions.get(session)).lease:
             await asyncio.sleep(0.01)

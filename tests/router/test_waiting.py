@@ -306,7 +306,7 @@ async def test_routers_that_share_a_verifier_take_what_it_has_and_refuse_no_requ
     async with (
         running_router(redis_url) as one,
         running_router(redis_url) as other,
-        announced(verifier, one.registry, MODEL.digest),  # which announces eight slots
+        announced(verifier, one.registry, MODEL.digest),  # it announces eight slots
     ):
         calls = [collect(rig.stub.Generate(ask(max_tokens=6), timeout=20)) for rig in (one, other) for _ in range(6)]
         for _, chunks, finished in await asyncio.gather(*calls):

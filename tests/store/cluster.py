@@ -14,7 +14,7 @@ from tests.store.server import Server
 
 NODES = 3
 SLOTS = 16384
-BUS = 10_000  # its port lies so much above a node's
+BUS = 10_000  # its port is higher by this than a node's
 _START_S = 20.0
 
 

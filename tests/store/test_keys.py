@@ -104,7 +104,7 @@ async def test_look_ups_of_unknown_keys_are_bounded_and_known_ones_do_not_wait_f
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_LOOKUPS", 2)
-    monkeypatch.setattr(module, "CACHE_S", -1.0)  # known, and looked up again all the same
+    monkeypatch.setattr(module, "CACHE_S", -1.0)  # known, and looked up again nevertheless
     keys = Keys(redis)
     secret, _ = await keys.add("acme")
     await keys.find(secret)

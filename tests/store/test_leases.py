@@ -143,7 +143,7 @@ async def test_what_is_restored_is_listed_again(client: Redis, sessions: Session
 async def test_one_scan_is_under_way_and_the_next_one_an_hour_after_it(client: Redis, sessions: Sessions) -> None:
     assert await sessions.leases.begin_scan()
     assert not await sessions.leases.begin_scan()
-    assert 0 < await client.pttl(f"{INDEX}:scanned") <= 300_000  # who began may die
+    assert 0 < await client.pttl(f"{INDEX}:scanned") <= 300_000  # the one that began may die
     await sessions.leases.end_scan()
     assert not await sessions.leases.begin_scan()
     assert 3_500_000 < await client.pttl(f"{INDEX}:scanned") <= 3_600_000

@@ -22,7 +22,7 @@ on_linux = pytest.mark.skipif(
 
 
 def keep_busy(seconds: float) -> None:
-    """Holds the processor for so long."""
+    """Holds the processor for `seconds`."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -82,7 +82,7 @@ async def test_work_in_a_thread_that_gives_others_a_turn_is_none() -> None:
 
 @on_linux
 async def test_a_thread_that_waits_for_a_core_with_the_interpreters_lock_makes_no_stall() -> None:
-    """Its core is shared with so many others that what it does in C for 15 ms takes far longer. The loop may wait for a
+    """Its core is shared with many others, so what it does in C for 15 ms takes far longer. The loop may wait for a
     core itself, so that more than one such call falls into one lag."""
     core = min(os.sched_getaffinity(0))
     text = json.dumps(list(range(150_000)))
@@ -114,7 +114,7 @@ async def test_a_thread_that_waits_for_a_core_with_the_interpreters_lock_makes_n
 
 @on_linux
 async def test_a_busy_machine_makes_lag_and_no_stall() -> None:
-    """So many processes share this loop's core that what it does for 30 ms takes far longer."""
+    """Many processes share this loop's core, so what it does for 30 ms takes far longer."""
     core = min(os.sched_getaffinity(0))
     allowed = os.sched_getaffinity(0)
     neighbours = [multiprocessing.get_context("fork").Process(target=_share, args=(core, 1.5)) for _ in range(8)]

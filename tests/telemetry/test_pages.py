@@ -1,4 +1,4 @@
-"""The pages of a server take so many threads and so much time of a client, whatever it does."""
+"""The pages of a server take a bounded number of threads and a bounded time of a client, whatever it does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 
 def answered(address: tuple[str, int]) -> bool:
-    """Whether the page is served, and not the connection closed."""
+    """Return whether the page is served, and not the connection closed."""
     try:
         with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=20) as answer:
             return bool(answer.status == 200)

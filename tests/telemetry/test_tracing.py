@@ -43,7 +43,7 @@ class Watched:
         self.lines = lines  # what its servers logged
 
     async def ask(self, *arguments: str, sampled: bool = True, wait: bool = True) -> tuple[bytes, list[str]]:
-        """Has another program ask. Returns its trace's id, and what it printed further."""
+        """Has another program ask. Return its trace's id, and what it printed further."""
         sampler = {"OTEL_TRACES_SAMPLER": "always_on" if sampled else "always_off"}
         caller = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.telemetry.caller", self.cluster.router_address, *arguments),

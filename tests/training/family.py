@@ -67,7 +67,7 @@ def begin(settings: TrainingRecipe) -> Training:
 
 
 def train(settings: TrainingRecipe, steps: int | None = None) -> Training:
-    """To its end, or for so many steps and saved."""
+    """To its end, or for `steps` steps and saved."""
     training = begin(settings)
     for now in training.run():
         if now.step == steps:

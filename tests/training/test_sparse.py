@@ -40,7 +40,7 @@ def test_the_loss_falls_where_it_is_followed() -> None:
 
 
 def test_what_is_not_known_of_the_target_is_shared_out_as_another_model_would() -> None:
-    ids, logprobs = filled(*leading(5), TARGET)  # whose word is the target's own
+    ids, logprobs = filled(*leading(5), TARGET)  # the other model is the target itself
     assert ids.shape == (3, 40)
     assert torch.allclose(logprobs, torch.log_softmax(TARGET, -1).gather(-1, ids), atol=1e-4)
     ids, logprobs = filled(*leading(5), DRAFTER)

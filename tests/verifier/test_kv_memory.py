@@ -24,13 +24,13 @@ MOST = 300  # tokens of an answer
 
 
 def least_memory(engine: CpuEngine, more: int = 0) -> int:
-    """The smallest bound for an engine of that shape, and so many pages more. It has none yet."""
+    """The smallest bound for an engine of that shape, and `more` pages more. It has none yet."""
     page = engine.kv_bytes // (engine.slots * -(-engine.rows // PAGE))
     return page * (-(-(engine.rows + SCRATCH) // PAGE) + SPARE + more)
 
 
 def bounded(pages: int | None, slots: int = 6) -> StepScheduler:
-    """A loop with room for one text and so many pages more."""
+    """A loop with room for one text and `pages` pages more."""
     rows = CONTEXT + 256
     engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1)
     if pages is not None:

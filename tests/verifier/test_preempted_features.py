@@ -110,7 +110,7 @@ def preemptions(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
 async def generated(
     cluster: Cluster, prompt: Sequence[int], plan: Plan
 ) -> tuple[list[VerifierSession], list[list[StepCommit]]]:
-    """Sessions that are greedy and sampled in turn, as many as there are slots; those after the first one open when its
+    """Sessions that are greedy and sampled in turn, one for each slot; those after the first one open when its
     text has been read. `plan`: of the first one.
     """
     sessions: list[VerifierSession] = []

@@ -13,7 +13,7 @@ from verifier_svc.router_stream import RouterStream, _Generation
 
 
 def generation(handle: int, commits: int) -> Any:
-    """One whose router has not read so many commits; the last one ends it."""
+    """One whose router has not read `commits` commits; the last one ends it."""
     queue = CommitQueue(0, 4096)
     for position in range(commits):
         queue.put_nowait(StepCommit(position, [Choice(7, 1.0)], 0, StepReport(), last=position == commits - 1))

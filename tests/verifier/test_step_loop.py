@@ -34,12 +34,12 @@ from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
 MODELS = Path(__file__).parents[2] / "models"
-VOCABULARY = 64  # of what is drafted wrongly; the target has more
+VOCABULARY = 64  # ids that are drafted wrongly; the target has more
 PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
 IN_ROUNDS = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0, overlap=Overlap.ROUNDS)
 TEXT = (1, 2, 3, 1, 2, 3, 1, 5, 4, 2)
 DRAFTER = 9
-STOPS = (3, 26, 199)  # which it often generates
+STOPS = (3, 26, 199)  # tokens that it often generates
 
 
 class Free(CostModel):

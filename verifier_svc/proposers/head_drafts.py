@@ -90,7 +90,7 @@ class HeadDrafts:
         return self._fits[level].gain([reach], plan.width, self._terms.price)
 
     def propose(self, node: Node, number: int, row: LogitsRow) -> None:
-        """Adds a node's children from the row of that number, as far as they are worth verifying."""
+        """Add a node's children from the row of that number, as far as they are worth verifying."""
         terms = self._terms
         path = terms.tree.path(node)
         with suppress(GrammarDelayed):
@@ -99,7 +99,7 @@ class HeadDrafts:
             )
 
     def propose_grown(self, numbered: list[Node | None], first: int, level: GrownLevel, tree: int) -> None:
-        """Adds the children of a grown level's rows whose nodes are in the tree.
+        """Add the children of a grown level's rows whose nodes are in the tree.
 
         `numbered`: the nodes of the levels before, which this one's are added to; `first`: the number of its first row;
         `tree`: the index of this session's tree in the level.
@@ -155,7 +155,7 @@ class HeadDrafts:
         self._rows.clear()
 
     def _add_children(self, node: Node, number: int, row: Candidates) -> None:
-        """Adds a node's children, and keeps its candidates to learn from when the target has chosen."""
+        """Add a node's children, and keep its candidates to learn from when the target has chosen."""
         tree, width = self._terms.tree, self._terms.plan.width
         self._rows[node] = number, row
         min_edge = floor_score(self._terms.price) / tree.score(node)

@@ -46,7 +46,7 @@ class HeadProposer(Protocol):
         """Return the drafts of a session that begins in a slot; None: heads draft nothing for it."""
 
     def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        """Keeps the features of the rows that the step commits. Called after the pass and before the commit."""
+        """Keep the features of the rows that the step commits. Called after the pass and before the commit."""
 
     async def draft(self, step: StepBatch, executor: Executor) -> None:
         """Drafts below the new roots, after the step has committed."""
@@ -90,7 +90,7 @@ class SpeculatorProposer(HeadProposer):
         self._calibration = Calibration()
         self._shared: dict[tuple[str, str], tuple[list[DrafterFits], TrialGate]] = {}  # by rule and temperature bucket
         self._level_s = Ema(EMA_WEIGHT)  # time of one more level, on average; 0: not known
-        self._grown_s = Ema(EMA_WEIGHT)  # that of one that grows with the roots
+        self._grown_s = Ema(EMA_WEIGHT)  # average time of a level that grows with the roots
         self._round_s = Ema(EMA_WEIGHT)  # time of a round, for each session in it, on average
 
     def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:
@@ -174,7 +174,7 @@ class SpeculatorProposer(HeadProposer):
         return levels
 
     def _propose_grown(self, growing: Sequence[_RoundSession], levels: Sequence[GrownLevel], first: int) -> int:
-        """Propose from grown levels, whose first row has the number `first`. Returns the number behind the last one."""
+        """Propose from grown levels, whose first row has the number `first`. Return the number behind the last one."""
         numbered: list[list[Node | None]] = [
             [session.tree.root, *repeat(None, LEVEL_ROWS - 1)] for session, _ in growing
         ]

@@ -32,7 +32,7 @@ def look_ahead(
     times: StepTimes,
     max_rows: int,
 ) -> LookaheadPlan:
-    """Adds windows to those of the works for which a window pays, beside `base` rows and the nodes of `budget`.
+    """Add windows to those of the works for which a window pays, beside `base` rows and the nodes of `budget`.
 
     A row costs its time, at the rate at which steps like this one commit tokens of all sessions, the time outside the
     pass included: with more sessions, a window of one of them pays less. At most one session tries its window. Windows
@@ -60,7 +60,7 @@ def look_ahead(
 
 
 def advance(work: SessionWork, verdicts: StepVerdicts) -> None:
-    """Moves the window on by the target's choices after the pass, before the text goes on."""
+    """Move the window on by the target's choices after the pass, before the text goes on."""
     proposer = work.session.ngram_proposer
     if work.window.tokens and isinstance(proposer, LookaheadProposer):
         began = time.perf_counter()

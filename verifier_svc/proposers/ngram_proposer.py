@@ -46,7 +46,7 @@ class NgramProposer:
         self._last_id = 0
 
     def read(self, tokens: Sequence[int]) -> bool:
-        """Reads more of the session's tokens, within the allowance. Returns whether it has read all."""
+        """Read more of the session's tokens, within the allowance. Return whether it has read all."""
         part = tokens[self.read_to : self.read_to + max(ALWAYS, self._allowance.left)]
         if part:
             self._allowance.left -= len(part)
@@ -65,7 +65,7 @@ class NgramProposer:
         price: float,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Adds likely continuations that are worth verifying to the tree; only ids below `vocabulary`, and such as the
+        """Add likely continuations that are worth verifying to the tree; only ids below `vocabulary`, and such as the
         `grammar` allows."""
         self.make_room(tree)
         room = tree.capacity - tree.size
@@ -87,10 +87,10 @@ class NgramProposer:
             tree.ids.name(node, SENDER, self._last_id)
 
     def make_room(self, tree: TokenTree) -> None:
-        """Prepares the tree for new proposals."""
+        """Prepare the tree for new proposals."""
 
     def finish(self, answer: Sequence[int]) -> None:
-        """Takes the answer of the session, which has ended."""
+        """Take the answer of the session, which has ended."""
         self._lookup.finish(answer)
 
 
@@ -103,15 +103,15 @@ class LookaheadProposer(NgramProposer):
         super().__init__(lookahead, calibration, allowance, public=True)
         self.lookahead = lookahead
         self.trial_gate = trial_gate
-        self.seconds = Ema(EMA_WEIGHT)  # that its window takes of a step outside the pass, on average
+        self.seconds = Ema(EMA_WEIGHT)  # average seconds that its window takes of a step outside the pass
 
     def make_room(self, tree: TokenTree) -> None:
-        """Removes its earlier nodes: new ones are better than those it proposed before."""
+        """Remove its earlier nodes: new ones are better than those it proposed before."""
         prune(tree, tree.root, SENDER)
 
 
 def prune(tree: TokenTree, node: Node, sender: int) -> bool:
-    """Removes subtrees that only `sender` has drafted. Returns whether the node has no children left."""
+    """Remove subtrees that only `sender` has drafted. Return whether the node has no children left."""
     for child in list(node.children.values()):
         if prune(tree, child, sender) and tree.ids.origins(child) == {sender}:
             tree.remove(child)

@@ -20,7 +20,7 @@ def pad(
         str | None, typer.Option(metavar="NAME", help="Pad to the shape of llama-3.1-8b or llama-3.2-1b instead.")
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Instead: so many token ids and nothing else, for a drafter of such a shape.")
+        int | None, typer.Option(help="Instead: this many token ids and nothing else, for a drafter of such a shape.")
     ] = None,
 ) -> None:
     """Pad a checkpoint with weights that have no effect, to measure how fast a larger model would be."""

@@ -135,7 +135,7 @@ def _check_writable(flag: str, output: Path | None) -> None:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Raises ConfigError for a file that cannot be written, as on a full disk."""
+    """Raise ConfigError for a file that cannot be written, as on a full disk."""
     try:
         yield
     except OSError as error:

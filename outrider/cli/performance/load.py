@@ -66,7 +66,7 @@ class LoadResult:
     """What a cluster generated under a load."""
 
     seconds: float
-    tokens: int = 0  # that arrived during the measurement
+    tokens: int = 0  # tokens that arrived during the measurement
     samples: list[Sample] = field(default_factory=list)  # the complete answers, those of the ramp included
 
     @property
@@ -78,7 +78,7 @@ class LoadResult:
 async def apply_load(
     client: AsyncClient, load: Load, *, speculation: Speculation = None, depth: int | None = None, model: str = ""
 ) -> LoadResult:
-    """Run the load and count its tokens. Requests that still run at the end are cancelled.
+    """Run the load and count its tokens. Request that still run at the end are cancelled.
 
     Raises the error of the first request that fails.
     """

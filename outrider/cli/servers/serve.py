@@ -80,7 +80,7 @@ def _work(
 def _server_process(
     role: str, config: ServerConfig, *, loads: str, checkpoints: Iterable[Path]
 ) -> Iterator[Callable[[str], None]]:
-    """Set this process up as a server. Yields a function that prints the address on stdout once the server listens."""
+    """Set this process up as a server. Yield a function that prints the address on stdout once the server listens."""
     die_with_parent()
     process_env.set_variables(getattr(config, "threads", 1))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -151,7 +151,7 @@ async def compare(
     concurrency: int = 4,
     timeout: float = 300.0,
 ) -> AsyncIterator[VerifyCase]:
-    """Generate every case with and without speculation, `concurrency` texts at once, and compare. Waits for capacity.
+    """Generate every case with and without speculation, `concurrency` texts at once, and compare. Wait for capacity.
 
     Under a rule and at a temperature whose texts are not `repeatable`, only the speculative text is generated, and the
     case has the quantiles of its tokens in the reference's distribution. All quantiles are tested together later.

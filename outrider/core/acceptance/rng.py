@@ -34,7 +34,7 @@ class SeededRandom:
             self._state = mix64(self._state + (part + 1) * PHI)
 
     def skip(self, draws: int) -> None:
-        """Pass over so many draws of one number each."""
+        """Pass over `draws` draws of one number each."""
         self._state = (self._state + draws * PHI) & MASK
 
     def happens(self, probability: float) -> bool:

@@ -38,14 +38,14 @@ class CallReader:
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         """`names`: of the tools."""
-        self.calls = 0  # that have begun
+        self.calls = 0  # number of calls that have begun
         self._form = form
         self._names = names
         self._mark, self._end = form.begin.strip(), form.end.strip()
         self._bare = form.listed or not self._mark  # calls may come without a mark, as long as no content has
         self._place = _Place.CONTENT
         self._kept = ""  # text that was not looked at yet
-        self._raw = ""  # of what is a call only if a name follows
+        self._raw = ""  # text that is a call only if a name follows
         self._marked = False  # so it is one whatever the name
         self._listed = False  # within a list
         self._object = CallObject()

@@ -50,7 +50,7 @@ class ReasoningReader:
         return self.read("", last=True)
 
     def _begins(self, last: bool) -> bool:
-        """Whether it is known by now if the answer begins with reasoning."""
+        """Return whether it is known by now if the answer begins with reasoning."""
         start = self._kept.lstrip()
         if start.startswith(BEGIN):
             self._inside, self._kept = True, start[len(BEGIN) :]

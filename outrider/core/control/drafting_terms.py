@@ -32,7 +32,7 @@ class DraftingTerms:
         }
 
     def set_overlap_mode(self, mode: OverlapMode) -> None:
-        """Sets the overlap mode of the session's drafters, as far as the plan allows it."""
+        """Set the overlap mode of the session's drafters, as far as the plan allows it."""
         if self.plan.overlap is Overlap.ALWAYS:
             mode = OverlapMode.AHEAD
         useless = self.plan.overlap is Overlap.NEVER or self._drawn

@@ -10,7 +10,7 @@ import math
 from typing import Final
 
 BLOCK_STEPS = (4, 12)  # steps of a block that count: at least, and at most
-BLOCK_TOKENS = 48  # tokens after which a block of at least so many steps is complete
+BLOCK_TOKENS = 48  # least tokens and steps of a complete block
 LARGEST = 20.0  # logarithm of a ratio beyond which a bound is shown as this
 KEPT = 0.5  # weight of what earlier trials have shown
 # Two-sided 95 % quantiles of Student's distribution, for 1 to 12 degrees of freedom; more are as many as 12.

@@ -165,7 +165,7 @@ class Lookups:
     """Creates the lookups of a process's sessions, and holds what these learn and share."""
 
     def __init__(self, method: LookupMethod, store: Datastore | None) -> None:
-        """Raises ConfigError when the method needs a store and there is none."""
+        """Raise ConfigError when the method needs a store and there is none."""
         if method == "retrieval" and store is None:
             raise ConfigError("store: retrieval needs one; make it with `outrider index`")
         self._method = method

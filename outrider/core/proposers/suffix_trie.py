@@ -3,7 +3,7 @@
 The context of a position is the tokens before it, read backwards: at most `LONGEST` tokens, all of the position's own
 document. The contexts of all positions form a trie in which a path without branches is one edge: the suffix tree of the
 text read backwards (Weiner, 1973), cut at that depth. A token adds at most one leaf and one branch, in at most
-`LONGEST` steps, however long the text is. What follows a position is read from the text, so long continuations take no
+`LONGEST` steps, however long the text is. What follows a position is read from the text: long continuations take no
 memory.
 """
 

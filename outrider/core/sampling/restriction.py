@@ -1,4 +1,4 @@
-"""What of a contract, beside seed and temperature, counts for a token's choice."""
+"""The sampling settings other than seed and temperature: filters, penalties, bias, bans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.core.session.contract import Contract
 
 
 class Additions(NamedTuple):
-    """What is added to the logits of some tokens; -inf: banned."""
+    """The numbers to add to the logits of some tokens; -inf: banned."""
 
     tokens: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -31,7 +31,7 @@ class History:
 class Restriction:
     """Bias, penalties, bans, and unless greedy the filters of unlikely tokens; see `outrider.core.sampling.filters`.
 
-    And the log-probabilities that are wanted.
+    Also carries how many log-probabilities to return.
     """
 
     top_k: int  # 0 keeps all

@@ -85,7 +85,7 @@ class Sampler:
 
     @cached_property
     def _restricted(self) -> Draw:
-        """The same at every position; made when an engine asks for it."""
+        """The draw of every position; made when an engine asks for it."""
         restriction = Restriction.of(self.contract, self._vocabulary, self._first_stop, self._history)
         return Draw(self._base, self.contract.temperature, restriction)
 
@@ -193,7 +193,7 @@ class Sampler:
         return np.where(self.grammar.allowed(path)[: self._vocabulary], logits, np.float32(-np.inf))
 
     def _may_not_stop(self, path: Sequence[int]) -> bool:
-        """Whether `min_tokens` bans the stop ids."""
+        """Return whether `min_tokens` bans the stop ids."""
         return self._stops.size > 0 and self._length + len(path) < self._first_stop
 
     def _ending_id(self, grammar: GrammarState, path: Sequence[int]) -> int:

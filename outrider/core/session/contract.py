@@ -31,7 +31,7 @@ PolicyName = Literal[
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text's distribution differs from the target's own
-FILLING = 2**32 - 1  # value of `max_tokens` with which the answer may fill the context; no context is so long
+FILLING = 2**32 - 1  # value of `max_tokens` with which the answer may fill the context; no context is that long
 DEFAULT_MAX_TOKENS = 128
 MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
@@ -110,7 +110,7 @@ class Contract:
     typical_epsilon: float = 0.09  # of typical acceptance: upper threshold
     typical_delta: float = 0.3  # of typical acceptance: factor of the entropy's threshold
     grammar: Grammar | None = None  # what the answer has to be; None: anything
-    adapter: Adapter | None = None  # that the target has for this session; None: the model as it is
+    adapter: Adapter | None = None  # the target's adapter for this session; None: the model as it is
     logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
 
     def __post_init__(self) -> None:

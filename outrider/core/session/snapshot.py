@@ -25,11 +25,11 @@ class MirrorSnapshot:
     terms: SentTerms = field(default_factory=SentTerms)
     answer_position: int = 0  # where the contract's penalties and limits count from
     epoch: int = 0
-    features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not requested
+    features: FeatureRows | None = None  # rows for the last tokens; None: not requested
     known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
     vocabulary: int = 2**32  # ids that the target has
     unpadded_vocabulary: int = 2**32  # the target chooses only ids below it
-    representative: bool = True  # whether the target's contract is, where `contract` is a translation of it
+    representative: bool = True  # false if sampling could not be translated: statistics of this session do not count
 
 
 @dataclass(frozen=True, slots=True)

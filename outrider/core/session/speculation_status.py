@@ -93,7 +93,7 @@ ADVICE: Mapping[SpeculationReason, Advice] = {
     ),
 }
 
-# Reasons in the order of the checks that a drafter passes: of several drafters' reasons the last one here is printable.
+# Ordered by how far a drafter got. If drafters fail for different reasons, report the one furthest down this list.
 NEARNESS = (
     SpeculationReason.NO_DRAFTER,
     SpeculationReason.TREELESS,

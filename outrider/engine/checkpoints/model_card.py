@@ -32,9 +32,9 @@ class ModelCard:
     target: str  # name of the model that it drafts for
     target_digest: str  # of that model's weights; see `weights_digest`
     tokenizer_digest: str  # in hexadecimal
-    objective: str  # that its training minimised
-    tokens: int  # that it was trained on
-    seconds: float  # that its training took
+    objective: str  # the objective that its training minimised
+    tokens: int  # tokens that it was trained on
+    seconds: float  # duration of its training
     version: int = 0  # of a drafter that learns while it serves; 0: the first training
     acceptance: Mapping[str, float] = field(default_factory=dict)  # temperature -> acceptance length, held-out texts
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the command that trained it

@@ -90,7 +90,7 @@ class _Pass:
 
     segments: list[Segment]
     layers: _Layers
-    runs: list[Outputs]  # at least one, which may be empty
+    runs: list[Outputs]  # at least one run; a run may have no outputs
     heads: list[Head | None]  # of each run
 
 
@@ -223,8 +223,8 @@ class DeviceEngine(Engine):
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
         `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
-        `adapters`: so many can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder of
-        EAGLE heads that are read, too, for `DeviceEagleDrafts`.
+        `adapters`: most that can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder
+        of EAGLE heads that are read, too, for `DeviceEagleDrafts`.
 
         Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
         type of weights that is not supported.
@@ -398,7 +398,7 @@ class DeviceEngine(Engine):
         return (self._table.pages - self._table.free) * PAGE_ROWS * self.row_bytes
 
     def record(self) -> None:
-        """Record passes of all numbers of rows, so that none is recorded while texts wait. Takes some seconds. An
+        """Record passes of all numbers of rows, so that none is recorded while texts wait. Take some seconds. An
         engine for adapters records them twice, with the adapters' kernels and without.
 
         The largest are first: smaller ones then fit into the memory that they share. All ranks of a group record at
@@ -437,7 +437,7 @@ class DeviceEngine(Engine):
         """
         self.check_segments(segments)
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
-        self._begun, self._taken = None, []  # what was begun may be of the same slots
+        self._begun, self._taken = None, []  # discard a pass started ahead: it may use these slots
         with torch.inference_mode(), self._current_device():
             passes = [self._prepare(parts, draws, candidates, result.first) for parts in packed(segments)]
             for it in segments:
@@ -476,9 +476,9 @@ class DeviceEngine(Engine):
             self._begun.rows.pop(slot, None)
 
     def _prepare_following(self, rows: NextRows, before: PickedLogits) -> Callable[[], DeviceLogits] | None:
-        """Send what is known of the pass that follows. Returns what begins it; None where it cannot follow.
+        """Upload the next pass's inputs. Return a function that starts it, or None if it cannot be pipelined.
 
-        Its tokens are taken over on the device, where the pass before writes them.
+        Its tokens are taken over on the device, where this pass writes them.
         """
         choices, count = before.source.only_choices, len(rows.segments)
         if choices is None or count > OUTPUTS[-1] or (self._bounded and self._table.free < 2 * count):
@@ -512,7 +512,7 @@ class DeviceEngine(Engine):
     def _grow(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
         """Begin to run further levels. `choices`: the candidates of the first one, None if they are not together.
 
-        Returns what `TreeGrowth.add` does for each level.
+        Return what `TreeGrowth.add` does for each level.
         """
         if choices is None or not trees or not TreeGrowth.fits(trees):
             return []

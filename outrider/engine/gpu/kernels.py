@@ -47,7 +47,7 @@ class Kernels(Protocol):
 
         `new`: [rows, (heads + 2 * kv_heads) * dim], the queries first; `cos`, `sin`: [positions, dim / 2] float32;
         `cache`: [2, pages, kv_heads, PAGE_ROWS, dim]; `places`: [rows] int64, see `PageTable`. `norms`: weights [dim]
-        of the norms of each query and key, where a model has them. Returns [rows, heads, dim].
+        of the norms of each query and key, where a model has them. Return [rows, heads, dim].
         """
 
     def attend(

@@ -38,7 +38,7 @@ from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import BestTokens
 
 LEVELS = tuple(count for count in OUTPUTS if count % LEVEL_ROWS == 0)  # rows of a level, with padding
-MOST_TREES = LEVELS[-1] // LEVEL_ROWS  # that grow in one call
+MOST_TREES = LEVELS[-1] // LEVEL_ROWS  # most trees that grow in one call
 _LEVELS = MOST_LEVELS + 1  # with the first
 _KEY_STEP = signed(PHI)
 
@@ -74,7 +74,7 @@ class GrowingTree:
         return found
 
     def check(self, levels: int, rows: int) -> None:
-        """Raise ValueError for what does not fit a slot of so many rows."""
+        """Raise ValueError for what does not fit a slot of `rows` rows."""
         growth, end = self.growth, self.segment.prefix + self.segment.span
         if not 1 <= levels <= MOST_LEVELS or end + levels * LEVEL_ROWS > rows:
             raise ValueError(f"segment of slot {self.segment.slot}: {levels} levels do not fit behind row {end}")
@@ -149,7 +149,7 @@ class TreeGrowth:
         self._stop = fields[-1].stop
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         per_level = LEVEL_ROWS * CHILDREN
-        self._level = zeros(1)  # whose rows were run last
+        self._level = zeros(1)  # the level whose rows were run last
         self._log_scores = torch.zeros(rows, dtype=torch.float64, device=device)  # of those rows
         self._waiting = torch.zeros(trees, _LEVELS * per_level, dtype=torch.float64, device=device)
         self._tokens = zeros(trees, _LEVELS * per_level)  # of nodes that wait; by row and rank
@@ -183,7 +183,7 @@ class TreeGrowth:
 
     @staticmethod
     def fits(trees: Sequence[GrowingTree]) -> bool:
-        """Whether so many trees can grow in one call."""
+        """Return whether the trees can grow in one call."""
         restricted = any(tree.draw.restriction is not None for tree in trees)
         return len(trees) * LEVEL_ROWS <= (RESTRICTED if restricted else LEVELS[-1])
 
@@ -254,7 +254,7 @@ class TreeGrowth:
         return self._replays[plan.rows]
 
     def add(self, choices: Tensor) -> Tensor:
-        """Take over the candidates of a level. Returns a copy of them, behind what its rows are: their parents' numbers
+        """Take over the candidates of a level. Return a copy of them, behind what its rows are: their parents' numbers
         and their tokens: [rows, 2 + 2 * candidates] float64.
         """
         self._choices[: len(choices)] = choices

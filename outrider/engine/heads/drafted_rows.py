@@ -54,7 +54,7 @@ class DraftedRows:
                 self._rows += tree[-LEVEL_ROWS:]
 
     def expand(self, nodes: Sequence[HeadNodes]) -> tuple[list[Segment], list[int]]:
-        """Number the rows of nodes. Returns a segment for each of their slots, whose positions are those of rows, and
+        """Number the rows of nodes. Return a segment for each of their slots, whose positions are those of rows, and
         for each row of these segments the index of its node.
         """
         by_slot: dict[int, list[int]] = {}

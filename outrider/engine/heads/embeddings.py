@@ -36,7 +36,7 @@ class TargetEmbeddings:
 def read_target_embeddings(target: Path, dtype: torch.dtype, *, training: bool = False) -> TargetEmbeddings:
     """Return copies of both embeddings of a checkpoint of the Llama family, the unembedding in `dtype`.
 
-    `training`: gradients pass through the unembedding. Copies, because an engine may hold only a rank's part of them,
+    `training`: gradients pass through the unembedding. Copy, because an engine may hold only a rank's part of them,
     or another type. Raises CheckpointError.
     """
     config = read_config(target)

@@ -54,7 +54,7 @@ def check_family(target: Path) -> None:
 
 
 def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, context: int) -> Speculator:
-    """Return a speculator with a folder's heads, for an engine of so many slots over `target`.
+    """Return a speculator with a folder's heads, for an engine of `slots` slots over `target`.
 
     The linears of the heads are read in bfloat16 where this machine supports it, unless `precise`. Raises as
     `check_heads`.

@@ -67,7 +67,7 @@ class Speculator(Protocol):
         """
 
     def begin(self, roots: Sequence[HeadRoot], levels: int = 0) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
-        """Begin a round. Returns each root's next logits, None while its text is being read, and the levels that have
+        """Begin a round. Return each root's next logits, None while its text is being read, and the levels that have
         grown below roots with a growth, at most `levels`.
         """
 

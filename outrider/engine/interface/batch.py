@@ -25,7 +25,7 @@ class Segment:
     # Rows ascend along a path: an ancestor has a lower row than its descendants. None: a causal chain, m == n.
     mask: NDArray[np.bool_] | None = None
     wanted: int | None = None  # logits wanted for the last `wanted` rows; None: all; 0: none (a prefill chunk)
-    adapter: object | None = None  # that its rows have, from the engine's `load_adapter`; None: the model as it is
+    adapter: object | None = None  # adapter of its rows, from the engine's `load_adapter`; None: the model as it is
 
     @property
     def span(self) -> int:
@@ -71,6 +71,6 @@ def check_numbers(segments: Sequence[Segment], vocabulary: int, positions: int) 
         ([it.positions for it in segments], positions, f"a position outside 0 .. {positions - 1}"),
     ):
         numbers = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        if numbers.astype(np.int64, copy=False).view(np.uint64).max() >= limit:  # negative ones are large ones there
+        if numbers.astype(np.int64, copy=False).view(np.uint64).max() >= limit:  # negatives are huge as uint64
             bad = next(it for it, own in zip(segments, arrays, strict=True) if own.min() < 0 or own.max() >= limit)
             raise ValueError(f"segment of slot {bad.slot}: {problem}")

@@ -21,6 +21,6 @@ def row_candidates(row: LogitsRow, sampler: Sampler, path: Sequence[int], usable
 
 
 def known_candidates(best: BestTokens, usable: int) -> Candidates | None:
-    """Return those of an engine's candidates that are some, None if there is none: others are padding."""
+    """Drop padding from an engine's candidates. Return None if nothing is left."""
     known = np.isfinite(best.scores) & (best.tokens < usable)
     return Candidates(best.tokens[known], best.scores[known]) if known.any() else None

@@ -50,20 +50,20 @@ class Traits:
     eos_ids: tuple[int, ...]
     weight_bytes: int  # bytes that one rank reads in a pass
     kv_bytes: int  # of one rank, when all slots are full, or the bound on it
-    # Why it computes no trees, and continues slots only from their beginning or their end; "": it has no such limits.
+    # Reason why this engine cannot verify trees or rewind a slot; "" if it can.
     treeless: str = ""
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
-    ranks: int = 1  # that share the model
+    ranks: int = 1  # number of ranks that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
-    restricts: bool = False  # whether it does so under restrictions, too; for two candidates also under penalties
+    restricts: bool = False  # whether `sample` also applies filters; penalties only where two candidates are returned
     grows: bool = False  # whether `grow` runs several levels of trees in one call
-    apart: bool = False  # whether passes leave the processors to the host
+    apart: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     runs_on: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
-    features: Features | None = None  # that passes return beside logits; None: no features
+    features: Features | None = None  # the features that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
-    adapter_bytes: int = 0  # that the weights of an adapter may have; 0: the engine has none
+    adapter_bytes: int = 0  # most bytes of an adapter's weights; 0: the engine has none
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
 
 
@@ -115,7 +115,7 @@ class Engine(Traits, ABC):
     ) -> tuple[Logits, frozenset[int]]:
         """Run one pass as `sample` does for a verifier, and begin the one that follows, if it is wanted then.
 
-        Returns the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
+        Return the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
         that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
         a change of one of the slots those of this slot. Only for an engine that `runs_on`.
         """
@@ -124,10 +124,10 @@ class Engine(Traits, ABC):
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
     ) -> tuple[Logits, list[GrownLevel]]:
-        """Run one pass as `sample` does for a drafter's candidates, and so many further levels of trees behind it.
+        """Run one pass as `sample` does for a drafter's candidates, and `levels` further levels of trees behind it.
 
-        `growths`: of each segment, None where it has no tree or does not grow. Returns the logits of the pass, and the
-        levels, of those segments that grow; none where the engine cannot grow so many at once. Only for an engine that
+        `growths`: of each segment, None where it has no tree or does not grow. Return the logits of the pass, and the
+        levels, of those segments that grow; none where the engine cannot grow them all at once. Only for an engine that
         `grows`. Raises ValueError for levels that do not fit the slot.
         """
         raise NotImplementedError

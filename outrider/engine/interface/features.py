@@ -29,7 +29,7 @@ class Features:
         return self.all_rows and not self.layers
 
     def check(self, layers: int) -> None:
-        """Raise ConfigError when a model of so many layers does not have these features."""
+        """Raise ConfigError when a model of `layers` layers does not have these features."""
         if missing := [layer for layer in self.layers if not 1 <= layer < layers]:
             raise ConfigError(
                 f"heads: they want the output of layer {missing[0]}, and the target's layers below its last one are "

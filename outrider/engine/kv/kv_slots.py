@@ -125,7 +125,7 @@ class KvSlots:
         return AcquiredSlot(oldest, cached, best)
 
     def _should_reuse(self, slot: int, cached: int, session: str) -> bool:
-        """Whether to acquire a free slot that holds `cached` of a session's rows, instead of copying from it."""
+        """Return whether to acquire a free slot that holds `cached` of a session's rows, instead of copying from it."""
         held = self._free[slot]
         same_session = bool(session) and held.session == session
         return same_session or slot == next(iter(self._free)) or len(held.tokens) - cached < WORTHWHILE

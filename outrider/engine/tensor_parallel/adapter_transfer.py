@@ -81,7 +81,7 @@ class AdapterOutbox:
         return number
 
     def wait(self, number: int, then_s: float) -> None:
-        """Wait until an adapter has been sent, and for so many seconds more.
+        """Wait until an adapter has been sent, and for `then_s` seconds more.
 
         Raises RankLost for a group that has ended. Raises Unavailable where no message takes a piece along any more;
         the adapter is dropped then.
@@ -155,12 +155,12 @@ class AdapterInbox:
         incoming.take(change)
 
     def check(self) -> None:
-        """Raise Unavailable where an adapter could not be loaded here. Waits for none."""
+        """Raise Unavailable where an adapter could not be loaded here. Wait for none."""
         for it in self._incoming.values():
             it.check()
 
     def with_adapters(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Return segments with this rank's adapters for their numbers. Waits for those that are still being packed.
+        """Return segments with this rank's adapters for their numbers. Wait for those that are still being packed.
 
         Raises Unavailable where one cannot be loaded here.
         """
@@ -229,7 +229,7 @@ class _IncomingAdapter(threading.Thread):
             log.error("%s cannot load an adapter: %s", self._rank, self._failure)
 
     def _write(self, folder: Path) -> bool:
-        """Write all pieces. Returns False for an adapter that is dropped before."""
+        """Write all pieces. Return False for an adapter that is dropped before."""
         while (piece := self._pieces.get()) is not None:
             with (folder / FILES[piece.file]).open("ab") as file:
                 file.write(piece.content.tobytes())

@@ -82,7 +82,7 @@ class Leader(Engine):
     def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
         """Load an adapter on all ranks, from the same bytes; for the rest see `Engine.load_adapter`.
 
-        Waits until passes and heartbeats, which run in another thread, have sent the files to the other ranks. Raises
+        Wait until passes and heartbeats, which run in another thread, have sent the files to the other ranks. Raises
         Unavailable where they send nothing for a minute, RankLost where the group ends meanwhile.
         """
         began = time.monotonic()
@@ -163,7 +163,7 @@ class Leader(Engine):
 def lead(engine: Engine, group: Group) -> Engine:
     """Return the engine of the whole group, of which `engine` is rank 0's part.
 
-    Waits until all ranks have loaded. Raises RankLost.
+    Wait until all ranks have loaded. Raises RankLost.
     """
     if group.shard.of == 1:
         return engine

@@ -29,7 +29,7 @@ from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.tensor_parallel.symmetric_sums import SymmetricSums, find_symmetric_sums
 
-TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
+TIMEOUT_S = 15.0  # for another rank to arrive at the same operation
 RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
 GATHER = timedelta(hours=1)  # for all ranks to have loaded
 POLL_S = 2e-5  # between two looks at a device
@@ -48,7 +48,7 @@ class TorchRanks:
     def __init__(
         self, rank: int, of: int, rendezvous: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT" on rank 0's host. Waits for all of them.
+        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT" on rank 0's host. Wait for all of them.
 
         `host`: the address at which the other ranks reach this one.
 
@@ -84,7 +84,7 @@ class TorchRanks:
             return torch.cat(parts, -1)
 
     def agree(self, own: bool) -> bool:
-        """Return whether all ranks say so."""
+        """Return whether `own` is true on every rank."""
         return all(bool(it) for it in self._exchange(torch.tensor([own])))
 
     def names(self, own: str) -> list[str]:

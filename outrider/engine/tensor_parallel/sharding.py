@@ -42,7 +42,7 @@ class Shard:
         return slice(min(self.rank * each, vocabulary), min((self.rank + 1) * each, vocabulary))
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of its part. Raises ConfigError when so many ranks cannot share the model."""
+        """Return the shape of its part. Raises ConfigError when the ranks cannot share the model."""
         counts = {"attention heads": config.heads, "channels": config.width, "feed-forward units": config.ffn}
         for what, count in counts.items():
             if count % self.of:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.sharding import Shard
 
-TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
+TIMEOUT_S = 15.0  # for another rank to arrive at the same operation
 RENDEZVOUS_S = 120.0  # for all ranks to connect
 GATHER_S = 3600.0  # for all ranks to have loaded
 HELLO_S = 5.0  # for a new connection to send its hello
@@ -43,7 +43,7 @@ class _Peer(NamedTuple):
 
     connection: socket.socket
     rank: int
-    port: int  # on which it accepts connections
+    port: int  # the port on which it accepts connections
 
 
 class SocketGroup:
@@ -59,7 +59,7 @@ class SocketGroup:
         timeout_s: float = TIMEOUT_S,
         rendezvous_s: float = RENDEZVOUS_S,
     ) -> None:
-        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT#SECRET" on rank 0's host. Waits for all of them.
+        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT#SECRET" on rank 0's host. Wait for all of them.
 
         `host`: the address at which the other ranks reach this one. Connections without the secret are refused.
 

@@ -19,17 +19,17 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 512 * 1024  # of a part; what is larger is NCCL's: each rank would read as often as there are ranks
+MOST_BYTES = 512 * 1024  # of a part; what is larger is NCCL's: each rank would read once for every rank
 ALIGNED = 4  # numbers; the kernel reads sixteen bytes at once
 CHECKED = (ALIGNED, 4096, MOST_BYTES // 4)  # numbers of the sums that are compared
 ROUNDING = 1e-5  # float32 sums of a few ranks in another order
 
 
 class Sums(Protocol):
-    """What a group of ranks has already."""
+    """The group operations that are used to set this up."""
 
     def agree(self, own: bool) -> bool:
-        """Return whether all ranks say so."""
+        """Return whether `own` is true on every rank."""
 
     def names(self, own: str) -> Sequence[str]:
         """Return the names of all ranks' machines."""
@@ -49,7 +49,7 @@ class SymmetricSums:
         self._sum: Callable[[Tensor, str, str], Tensor] = torch.ops.symm_mem.one_shot_all_reduce
 
     def fits(self, part: Tensor) -> bool:
-        """Whether a part is small enough, and of a size that the kernel takes."""
+        """Return whether a part is small enough, and of a size that the kernel takes."""
         return part.numel() <= len(self._buffer) and part.numel() % ALIGNED == 0
 
     def all_reduce(self, part: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def find_symmetric_sums(
 
 
 def _are_right(sums: SymmetricSums, ranks: Sums, rank: int, device: torch.device) -> bool:
-    """Whether sums of several sizes are NCCL's."""
+    """Return whether our sums of several sizes are those of NCCL, up to rounding."""
     chance = torch.Generator(device).manual_seed(rank)
     right = True
     for count in CHECKED:

@@ -6,7 +6,7 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.errors import ConfigError
 
 GROUP = 32  # inputs that share a scale; 64 was measured no faster, and is less exact
-OUTPUTS = 16  # kernels need a multiple of so many outputs
+OUTPUTS = 16  # kernels need a multiple of this many outputs
 
 
 def check_int4_shape(config: ModelConfig) -> None:

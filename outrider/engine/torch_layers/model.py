@@ -87,7 +87,7 @@ def load_model(
 ) -> EagerModel:
     """Read, quantize and pack the `kept` layers of a checkpoint, embedding, norm and head, one after another.
 
-    Reads of each weight only the part that `shard` holds. `config`: that of the complete model.
+    Read of each weight only the part that `shard` holds. `config`: that of the complete model.
 
     Raises CheckpointError; ConfigError where a weight's shape has no kernel of that type.
     """

@@ -49,13 +49,13 @@ class Pretrained:
     eos_ids: tuple[int, ...]
     tokenizer_digest: bytes
     parameters: int
-    weight_bytes: int  # that one rank reads in a pass
+    weight_bytes: int  # bytes that one rank reads in a pass
     inputs: frozenset[str]  # parameters of its forward
-    attention: str  # that transformers chooses for it
+    attention: str  # the implementation that transformers chooses for it
 
     @classmethod
     def load(cls, path: Path, dtype: Dtype, shard: Shard) -> Pretrained:
-        """Load a model, or a rank's part of it. Runs no code of the checkpoint and reads no pickled weights.
+        """Load a model, or a rank's part of it. Run no code of the checkpoint and read no pickled weights.
 
         Raises CheckpointError for a checkpoint that transformers cannot load, ConfigError for a `dtype` that this
         machine does not support and for ranks that cannot share the model.

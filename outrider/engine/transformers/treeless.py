@@ -34,7 +34,7 @@ Reading = Literal["chunks", "one by one", "anew"]
 class _HeldText:
     """The text and the state of a slot."""
 
-    tokens: list[int] = field(default_factory=list)  # that the model has read
+    tokens: list[int] = field(default_factory=list)  # tokens that the model has read
     state: Any = None  # the model's cache object
 
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.errors import ConfigError
 
 GROUP = 32  # inputs that share a scale in int4
-OUTPUTS = 16  # int4's kernel needs a multiple of so many outputs
+OUTPUTS = 16  # int4's kernel needs a multiple of this many outputs
 
 
 def quantize(model: Any, dtype: Literal["int8", "int4"]) -> None:

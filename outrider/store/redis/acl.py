@@ -26,7 +26,7 @@ class Grant:
 
     keys: str
     commands: str
-    channel: str = ""  # which the commands may use as well
+    channel: str = ""  # a channel that the commands may use as well
 
     def rule(self) -> str:
         """Return the grant as a selector."""
@@ -49,7 +49,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("RW~outrider:{leases}*", "evalsha zadd zrem zscore zrangebyscore set"),
         Grant("RW~outrider:idempotency:*", "get set"),
         Grant("R~outrider:{workers}:*", "smembers mget"),
-        Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # whose entries have expired
+        Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # ids of entries that have expired
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
         Grant("R~outrider:{keys}", "hget"),
         Grant("RW~outrider:{adapters}*", "hget hgetall hlen hset hdel"),

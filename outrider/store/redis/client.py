@@ -108,7 +108,7 @@ def connect(redis_url: str) -> Client:
 
 
 async def ping(client: Client) -> None:
-    """Raises Unavailable unless the server answers."""
+    """Raise Unavailable unless the server answers."""
     with redis_errors(client):
         await client.ping()
 

@@ -77,7 +77,7 @@ class GroupCommit:
         """Run a script and return its reply. An error of Redis for one call is raised to its caller alone, a lost
         connection to all."""
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # which takes a system call before Python 3.12
+            self._loop = asyncio.get_running_loop()  # kept, because the call is a system call before Python 3.12
         call = _Call(script, keys, args, self._loop.create_future())
         self._waiting.append(call)
         if self._sending is None:

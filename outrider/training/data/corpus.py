@@ -127,7 +127,7 @@ def _batches(texts: TrainingTexts) -> Iterator[list[TrainingText]]:
 
 
 def _pieces(content: str) -> Iterator[tuple[str, bool]]:
-    """Split a text into pieces that end at line ends where lines are short enough. Yields (piece, is the last one)."""
+    """Split a text into pieces that end at line ends where lines are short enough. Yield (piece, is the last one)."""
     first = 0
     while len(content) - first > PIECE:
         end = content.rfind("\n", first, first + PIECE) + 1

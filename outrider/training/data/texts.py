@@ -63,7 +63,7 @@ class TrainingTexts:
                 raise ConfigError(f"{file.path}: {error.strerror}; leave it out, or make it readable") from None
 
     def digest(self) -> str:
-        """Return the digest of all texts, in hexadecimal. Reads all files; raises as an iteration does."""
+        """Return the digest of all texts, in hexadecimal. Read all files; raise as an iteration does."""
         total = hashlib.sha256()
         for text in self:
             content = text.content.encode()

@@ -16,7 +16,7 @@ END = "<|endoftext|>"  # of a text; id 0
 def make_tokenizer(recipe: TokenizerRecipe) -> int:
     """Write tokenizer.json and tokenizer_config.json into the recipe's folder. Held-out texts are not used.
 
-    Returns the number of tokens, which is smaller than the recipe's for a short text. Raises ConfigError for texts as
+    Return the number of tokens, which is smaller than the recipe's for a short text. Raises ConfigError for texts as
     `TrainingTexts` does, and for a folder that is not empty.
     """
     refuse_to_replace(recipe.output)

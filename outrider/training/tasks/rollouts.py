@@ -16,7 +16,7 @@ from torch import Tensor
 def continued(model: Any, prompts: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return the prompts with `count` further tokens each, which the model draws at temperature 1.
 
-    `prompts`: [rows, length]; the generator is on their device. Returns [rows, length + count].
+    `prompts`: [rows, length]; the generator is on their device. Return [rows, length + count].
     """
     training = model.training
     model.eval()

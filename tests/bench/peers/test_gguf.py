@@ -97,7 +97,7 @@ def test_a_padded_target_keeps_all_ids_and_its_own_eps(tmp_path: Path) -> None:
     assert found.values["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config.eps)
     assert found.tensors["token_embd.weight"].shape == found.tensors["output.weight"].shape == (6000, 512)
     norm = Weights(tmp_path / "padded").take("model.norm.weight", 512)
-    assert norm.dtype == torch.float32  # whose scale is no power of 4
+    assert norm.dtype == torch.float32  # the norm's scale is no power of 4
     assert torch.equal(found.tensors["output_norm.weight"], norm)
 
 

@@ -178,7 +178,7 @@ def distance(one: dict[Path, float], other: dict[Path, float]) -> float:
 
 
 def shapes(width: int, depth: int, nodes: int) -> list[Shape]:
-    """Every shape of at most so many nodes."""
+    """Every shape of at most `nodes` nodes."""
 
     def of(depth: int, nodes: int) -> Iterator[tuple[Shape, int]]:
         yield (), 0
@@ -201,5 +201,5 @@ def shapes(width: int, depth: int, nodes: int) -> list[Shape]:
 
 
 def cut(shape: Shape, levels: int) -> Shape:
-    """What has been streamed of it when so many levels have."""
+    """What has been streamed of it when `levels` levels have."""
     return tuple(cut(child, levels - 1) for child in shape) if levels else ()

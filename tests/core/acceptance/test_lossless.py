@@ -404,7 +404,7 @@ def test_chance_is_drawn_from_its_key_in_53_bits() -> None:
 def test_rounding_never_picks_what_has_no_weight() -> None:
     class Late(SeededRandom):
         def _uniform(self) -> float:
-            return 0.75  # of the smallest number that there is, which rounds to all of it
+            return 0.75  # of the smallest number, which rounds to all of it
 
     assert Late().pick(np.array([0.0, 5e-324, 0.0])) == 1
 

@@ -37,7 +37,7 @@ def test_the_longest_and_latest_repetition_is_found(first: list[int], more: list
 
 @given(TEXTS, TEXTS, TEXTS, st.integers(1, 9))
 def test_what_another_text_begins_with_is_kept(first: list[int], gone: list[int], more: list[int], most: int) -> None:
-    """The same is found as if all of it were read anew."""
+    """The same repetitions are found as if all of it were read anew."""
     repeats, other = Repeats(first + gone), first + more
     repeats.keep(other)
     assert repeats.length in (0, *range(len(first), len(other) + 1))

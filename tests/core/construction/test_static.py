@@ -24,7 +24,7 @@ falling = st.lists(st.floats(0.01, 0.99), min_size=1, max_size=5).map(lambda rat
 
 
 def by_dynamic_programme(rates: list[float], nodes: int, depth: int) -> float:
-    """The largest sum of path products of a tree of exactly so many nodes or fewer: Sequoia, section 4.1, with the
+    """The largest sum of path products of a tree of at most `nodes` nodes: Sequoia, section 4.1, with the
     depth bounded. `siblings` are a node's children from a rank on."""
 
     @cache

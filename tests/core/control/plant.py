@@ -20,14 +20,14 @@ Speedup = Callable[[Arm, float], float]  # speed under an arm, at a time in seco
 
 @dataclass
 class Plant:
-    """So many sessions, each of which commits one token a step, or with drafts one and a half more at the mean."""
+    """`sessions` sessions, each of which commits one token a step, or with drafts one and a half more at the mean."""
 
     sessions: int
     speedup: Speedup
     seed: int = 0
     noise: float = 0.1  # relative deviation of a step's time
     reading_s: float = 0.01  # time that a drafter steals from the steps when it begins with a session
-    drift: float = 0.0  # by which the machine's speed wanders, as a share
+    drift: float = 0.0  # share by which the machine's speed wanders
     pinned: Arm | None = None
     now: float = 0.0
     steps: list[tuple[float, float, float]] = field(default_factory=list)  # (end, seconds, plain decoding's seconds)
@@ -41,7 +41,7 @@ class Plant:
         self.governor.begin(self.load)
 
     def run(self, seconds: float) -> Plant:
-        """Run steps for so many seconds."""
+        """Run steps for `seconds`."""
         until = self.now + seconds
         while self.now < until:
             self._step(self.governor.arm)
@@ -73,7 +73,7 @@ class Plant:
         return sum(plain for _, _, plain in within) / sum(seconds for _, seconds, _ in within)
 
     def worst_window(self, seconds: float = 10.0) -> float:
-        """Return the least `over_plain` of any window of so many seconds."""
+        """Return the least `over_plain` of any window of `seconds`."""
         worst, first, plain, took = math.inf, 0, 0.0, 0.0
         for _, lasted, decoded in self.steps:
             plain, took = plain + decoded, took + lasted

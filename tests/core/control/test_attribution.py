@@ -7,7 +7,7 @@ from outrider.core.control.drafters.attribution import MIN_ALONE, STEPS, CreditT
 
 
 def detached(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: int = 0) -> list[str]:
-    """The drafters to detach, in order, if each alone had so many accepted tokens a step."""
+    """The drafters to detach, in order, if each alone had its rate of accepted tokens a step."""
     generator = np.random.default_rng(seed)
     gone = []
     for _ in range(steps):

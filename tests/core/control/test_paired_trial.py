@@ -14,7 +14,7 @@ STEPS = BLOCK_STEPS[1]
 
 
 def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
-    """A trial of so many pairs. `speed`: work per second of the challenger, or the usual way, after some steps."""
+    """A trial of `pairs` pairs. `speed`: work per second of the challenger, or the usual way, after some steps."""
     trial, now = PairedTrial(PairedDifference()), 0
     while trial.blocks < 2 * pairs:
         trial.observe(speed(trial.challenged, now), 1, 1.0)

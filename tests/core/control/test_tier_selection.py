@@ -16,7 +16,7 @@ THREE = frozenset({0, 1, 2})
 
 
 def stretches(choice: TierSwitch, speeds: dict[frozenset[int], float], count: int) -> list[frozenset[int]]:
-    """The tiers of each of so many stretches of two seconds."""
+    """The tiers of each of `count` stretches of two seconds."""
     used = []
     for _ in range(count):
         now = choice.wanted(BOTH, greedy=False)
@@ -54,7 +54,7 @@ def test_of_sets_that_are_alike_a_fast_one_is_chosen() -> None:
     settled = [settle(dict.fromkeys(sets, 60.0) | slow, noise) for _ in range(100)]
     assert sum(2 in chosen for chosen, _ in settled) <= 2
     assert {windows for _, windows in settled} <= {7, 9, 10}
-    assert sum(windows > 7 for _, windows in settled) > 80  # of what is alike, the fastest have another heat
+    assert sum(windows > 7 for _, windows in settled) > 80  # among equal tiers the fastest have another heat
 
 
 @pytest.mark.parametrize("best", [BOTH, UPPER, LOWER])

@@ -4,7 +4,7 @@ from outrider.core.control.trial_gate import LOSS, MAX_PRICE, TRIAL, TrialGate
 
 
 def run(gate: TrialGate, steps: int, gain: float, price: float, committed: int = 1) -> list[bool]:
-    """Steps in which it is taken if it is to be, with a gain that is always the same."""
+    """Steps in which it is taken if it is to be, with a gain that never changes."""
     taken = []
     for _ in range(steps):
         taken.append(gate.takes(price, trial=True))

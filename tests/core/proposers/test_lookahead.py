@@ -44,7 +44,7 @@ class SlowWindow:
         self.grid: dict[tuple[int, int], int] = {}
 
     def step(self, text: Sequence[int], model: Model, first: int) -> dict[int, tuple[int, ...]]:
-        """One pass over the window, whose missing first guesses are `first`. Returns the n-grams by position."""
+        """One pass over the window, whose missing first guesses are `first`. Return the n-grams by position."""
         root = len(text) - 1
         starts = range(root, root + self.columns)
         self.grid = {(level, at): token for (level, at), token in self.grid.items() if at - level in starts}
@@ -89,7 +89,7 @@ def test_the_window_is_the_paper_s(shape: tuple[int, int], text: list[int], step
 
 
 def iterate(model: Model, text: list[int], steps: int, lookahead: Lookahead) -> list[int]:
-    """Lets a window run beside a text that a model goes on with. Returns how many tokens each step accepted."""
+    """Lets a window run beside a text that a model goes on with. Return how many tokens each step accepted."""
     lookahead.extend(text)
     accepted = []
     for _ in range(steps):

@@ -32,7 +32,7 @@ def background() -> BackgroundDistribution:
 
 
 def world(doubt: bool, fit: NoiseMixtureFit, steps: int = 500) -> tuple[float, float]:
-    """Teaches `fit` at places where the target is in doubt each time, or never. Returns how often its best token was
+    """Teaches `fit` at places where the target is in doubt each time, or never. Return how often its best token was
     the target's, and how often it predicted that."""
     generator = np.random.default_rng(3)
     distribution = background()

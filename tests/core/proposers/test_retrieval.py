@@ -234,7 +234,7 @@ def test_too_many_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class FullDisk:
-    """Files that take so many bytes and no more."""
+    """Files that take a number of bytes and no more."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -93,7 +93,7 @@ def test_it_leads_with_the_tokens_of_numpy(
         {"temperature": 0.0},
         {"temperature": 0.3},
         {"top_p": 0.9},
-        {"top_p": 0.9, "temperature": 4.0},  # whose nucleus is large
+        {"top_p": 0.9, "temperature": 4.0},  # its nucleus is large
         {"top_k": 40, "top_p": 0.95, "min_p": 0.03},
         {"min_p": 0.1},
         {"repetition_penalty": 1.2, "banned_ids": [3]},
@@ -148,7 +148,7 @@ def test_a_row_without_numbers_is_chosen_from_all_the_same() -> None:
 
 def test_code_that_is_compiled_chooses_wherever_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
     contract, logits = Contract(seed=1, max_tokens=9), rows(1, V, "model")
-    monkeypatch.setattr(Sampler, "scores", None)  # which numpy computes
+    monkeypatch.setattr(Sampler, "scores", None)  # then numpy computes them
     assert 0 <= Sampler(contract, V, [1], 1).choose(logits).token < V
     monkeypatch.setattr("outrider.core.sampling.compiled._native", None)
     with pytest.raises(TypeError):

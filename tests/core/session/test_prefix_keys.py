@@ -1,4 +1,4 @@
-"""Keys of the beginnings of texts: the same for the same beginning of the same tenant, and for no other."""
+"""Keys of the beginnings of texts: equal for the same beginning of the same tenant, and for no other."""
 
 from itertools import pairwise
 

@@ -102,7 +102,7 @@ class Rig:
         self.slots.release(self.session.slot, self.session.tokens[: self.session.cached], "")
 
     def commit(self, text: Text, count: int) -> None:
-        """So many tokens more."""
+        """Commit `count` further tokens."""
         start = len(self.session.tokens)
         new = text.tokens[start : start + count]
         assert self.session.commit(new) is None

@@ -93,7 +93,7 @@ class Rig:
             assert node.expanded
 
     def play(self, moves: Sequence[int | tuple[int, int]]) -> None:
-        """Levels, so many, or a commit: so many tokens along the tree, and one."""
+        """A number of levels, or a commit: a number of tokens along the tree, and one."""
         for move in moves:
             if isinstance(move, int):
                 for _ in range(move):

@@ -287,7 +287,7 @@ class RawRouter:
         return self.reports[before]
 
     async def acknowledge(self, count: int) -> None:
-        """Reports that so many tokens of the answer are durable, once they are there."""
+        """Reports that `count` tokens of the answer are durable, once they are there."""
         await self.generated(count)
         self.send_frame(durable=len(self.start.tokens) + count)
 

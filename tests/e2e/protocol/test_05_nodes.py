@@ -49,7 +49,7 @@ async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafte
                 assert (frame.attachment, frame.epoch, frame.plan_version) == (1, 1, 1)
                 assert len(frame.parents) == len(frame.tokens) == len(frame.edges)
                 assert frame.first_id == expected
-                expected += len(copy.take(frame))  # which fails for a parent that was not sent
+                expected += len(copy.take(frame))  # this fails for a parent that was not sent
                 if frame.exhausted and frame.root_position == length - 1:
                     break
         assert expected > 30
@@ -107,7 +107,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
     commit(7)
     assert patience() > 0.001
     session.terms.set_overlap_mode(OverlapMode.REST)
-    commit(8)  # whose terms have drafters rest
+    commit(8)  # its terms have drafters rest
     session.terms.set_overlap_mode(OverlapMode.TURNS)
     assert patience() == 0.0  # the next commit has these terms
     commit(9)

@@ -69,7 +69,7 @@ async def test_deltas_and_commits_of_several_sessions_are_one_message_where_both
             delta(text.whole, len(text.prompt) + 3, text.answer[4:24], attachment=attachment)["delta"]
             for attachment in (1, 2, 3)
         ]
-        fields[1].tokens[0] = 4096  # which ends this attachment alone
+        fields[1].tokens[0] = 4096  # this ends this attachment alone
         drafter.send_frame(deltas=fields)
         assert (await drafter.inbox.take("closed", 2)).reason.startswith("malformed: tokens")
         await drafter.received_all(one.session)

@@ -31,7 +31,7 @@ HEARTBEAT = types_pb2.Heartbeat()
 
 
 def in_time(began: float) -> bool:
-    """Whether a silence since then was noticed neither too early nor too late."""
+    """Return whether a silence since then was noticed neither too early nor too late."""
     return SILENCE_S - 0.1 < time.monotonic() - began < SILENCE_S + SLACK_S
 
 

@@ -95,7 +95,7 @@ async def test_never_more_than_the_window_is_committed_beyond_the_durable_positi
 
 
 async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str, text: Text) -> None:
-    prompt = text.prompt[::-1]  # that no other test asks for
+    prompt = text.prompt[::-1]  # no other test has this prompt
     opening = {"contract": text.contract, "window": 20}
     async with decoding(verifier, tokens=prompt, **opening) as router:
         assert (await router.inbox.take("started")).cached == 0

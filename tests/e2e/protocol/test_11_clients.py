@@ -81,7 +81,7 @@ async def test_a_resume_from_any_chunk_repeats_nothing_and_loses_nothing(
     hot = request(temperature=6.0, max_tokens=48)  # so hot that characters come in halves
     hot.speculation.policy = "off"  # for the same chunks again
     _, chunks, _ = await answered(stub.Generate(hot, timeout=TIMEOUT_S))
-    hot.sampling.stop.extend(chunk.text[-1] + "\x00" for chunk in chunks[10:20] if chunk.text)  # that almost come
+    hot.sampling.stop.extend(chunk.text[-1] + "\x00" for chunk in chunks[10:20] if chunk.text)  # these almost come
     started, chunks, finished = await answered(stub.Generate(hot, timeout=TIMEOUT_S))
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
     assert text_of(chunks) == tokenizer.decode(tokens_of(chunks))

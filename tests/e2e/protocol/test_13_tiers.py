@@ -22,7 +22,7 @@ from tests.e2e.protocol.upstreams import Attached, Copy, Stream, upstream_of
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NAME = "below"
-LENGTH = 40  # of what is committed at first
+LENGTH = 40  # tokens that are committed at first
 
 
 class Between(NamedTuple):

@@ -46,7 +46,7 @@ def load(folder: Path, *, dtype: str = "float32", slots: int = 8, threads: int =
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # which int4 can have, too
+    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # int4 allows this width, too
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> 
     flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-DPy_LIMITED_API=0x030b0000"]
     flags += ["-DOUTRIDER_EMULATED_AMX"]  # so that what lies around the tiles is seen, too
     include = f"-I{sysconfig.get_paths()['include']}"
-    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+    sources = [str(source) for source in sorted(SOURCES.rglob("*.cpp"))]
     subprocess.run(["g++", *flags, include, *sources, "-o", str(built)], check=True)
     ran = subprocess.run(
         [sys.executable, "-m", "tests.engine.cpu.exercise", str(built)],

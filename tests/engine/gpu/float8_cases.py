@@ -82,7 +82,7 @@ def _run(case: Case, x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Te
 
 
 def every_number(device: str) -> bool:
-    """Whether all finite numbers of e4m3 are multiplied exactly."""
+    """Return whether all finite numbers of e4m3 are multiplied exactly."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # NaN
     values = torch.diag(torch.ones(256)).to(torch.float8_e4m3fn).view(torch.uint8).mul(0)

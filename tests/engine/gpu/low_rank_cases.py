@@ -123,7 +123,7 @@ def segments_of(counts: Sequence[int], adapters: Sequence[DeviceAdapter | None])
 
 
 def alone_and_together(dtype: str, device: str) -> bool:
-    """Whether rows have the same bits in passes of as many rows, in which others have other adapters or none."""
+    """Return whether rows have the same bits in passes of as many rows, in which others have other adapters or none."""
     kind = getattr(torch, dtype)
     form = AdapterForm(LAYERS, SHAPES, kind, torch.device(device))
     ours, other = (place_adapter(random_adapter([rank] * 7, SHAPES, rank), range(LAYERS), form) for rank in (16, 5))

@@ -66,7 +66,7 @@ def assert_near(ours: NDArray[np.float32], expected: NDArray[np.float32]) -> Non
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # which int4 can have, too
+    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # int4 allows this width, too
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def contract_of(terms: dict[str, Any], seed: int = 4) -> Contract:
 
 
 def row_of(draw: Draw, slot: int, length: int = 1) -> RestrictedRow | None:
-    """The row behind a text of so many tokens."""
+    """The row behind a text of `length` tokens."""
     if draw.restriction is None:
         return None
     return RestrictedRow(draw.restriction, slot, length, np.empty(0, np.int64))

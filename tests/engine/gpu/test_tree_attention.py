@@ -53,7 +53,7 @@ def on_device() -> Iterator[Callable[..., object]]:
 def check(on_device: Callable[..., object], case: Case) -> Outcome:
     outcome = on_device(compare, case)
     assert isinstance(outcome, Outcome)
-    assert outcome.error < CLOSE[case.dtype], outcome  # which NaN is not
+    assert outcome.error < CLOSE[case.dtype], outcome  # NaN is not below
     assert outcome.untouched
     assert outcome.repeated
     return outcome

@@ -41,7 +41,7 @@ from tests.engine.ranked import leading, meet, meeting_point, ranked
 from tests.engine.small_adapters import make_adapter
 from tests.engine.small_checkpoints import SHAPES, Tree, assert_same, make_checkpoint, prompt, random_tokens
 
-FFN = 96  # that three ranks can share, and four
+FFN = 96  # three and four ranks can share this width
 ORDER = [0, None, 1, 0]  # adapters of the segments of a mixed pass
 LENGTHS = (5, 40, 1, 23)
 
@@ -464,7 +464,7 @@ def test_threads_of_adapters_that_are_dropped_or_never_complete_end() -> None:
         adapters.apply(piece(number, 0))
     adapters.apply(piece(1, 1, last=True))
     adapters.apply(DropAdapter(0))
-    adapters.apply(DropAdapter(9))  # of which no piece came
+    adapters.apply(DropAdapter(9))  # no piece of this adapter came
     assert [it.adapter for it in adapters.with_adapters([replace(prompt(0, np.arange(3)), adapter=1)])] == [
         sorted(FILES)
     ]

@@ -18,7 +18,7 @@ from outrider.engine.tensor_parallel.group import RankLost
 from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
 
-FFN = 96  # that four ranks can share
+FFN = 96  # four ranks can share this width
 
 
 @pytest.mark.parametrize("of", [2, 3, 5])

@@ -58,7 +58,7 @@ def mixed(engine: Engine, folders: Sequence[Path], wanted: int | None = None) ->
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # which int4 can have, too
+    return make_checkpoint(tmp_path_factory.mktemp("model"), ffn=128)  # int4 allows this width, too
 
 
 @pytest.fixture(scope="module")

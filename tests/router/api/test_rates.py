@@ -66,7 +66,7 @@ async def test_calls_of_other_kinds_are_counted_apart_from_generations(
 
 
 async def test_checks_of_a_key_have_a_rate_of_their_own(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limits, "CHECKS_PER_S", 0.01)  # of which one may come at once
+    monkeypatch.setattr(rate_limits, "CHECKS_PER_S", 0.01)  # one of these may come at once
     async with running_router(redis_url, tenant_requests_per_s=0.001) as rig:
         await rig.stub.ListModels(pb.ListModelsRequest())
         await refusal(rig.stub.ListModels(pb.ListModelsRequest()))
@@ -111,7 +111,7 @@ async def test_a_stranger_is_refused_slowly(redis_url: str, slow: None) -> None:
 async def test_calls_that_end_something_are_held_over_their_rate_and_served(
     redis_url: str, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rate_limits, "ENDINGS_PER_S", 0.01)  # of which one may come at once
+    monkeypatch.setattr(rate_limits, "ENDINGS_PER_S", 0.01)  # one of these may come at once
     async with running_router(redis_url, tenant_requests_per_s=0.01) as rig:
         cancel = pb.CancelRequest(session_id="s")
         assert (await refusal(rig.stub.Cancel(cancel)))[0] is grpc.StatusCode.NOT_FOUND

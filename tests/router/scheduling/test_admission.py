@@ -1,4 +1,4 @@
-"""Admission: as many as there are places, the right one next, and a quick no for what cannot be."""
+"""Admission: one for each place, the right one next, and a quick no for what cannot be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def claim(
 
 
 class Front:
-    """An admission with so many places, and what it let in."""
+    """An admission with some places, and what it let in."""
 
     def __init__(self, places: int, **options: Any) -> None:
         self.places: int | None = places
@@ -75,7 +75,7 @@ class Front:
 
 
 async def turn() -> None:
-    """Returns when every task that can go on has done so."""
+    """Return when every task that can go on has done so."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -382,7 +382,7 @@ async def problem(door: Front, name: str, wanted: AdmissionTicket) -> tuple[str,
 
 
 async def known_stay(door: Front, seconds: float) -> None:
-    """One request comes, has a token generated and leaves after so long."""
+    """One request comes, has a token generated and leaves after `seconds`."""
     door.come("measured", claim("measured"))
     await turn()
     door.held["measured"].spend(output=1)
@@ -635,7 +635,7 @@ async def test_how_long_a_place_is_kept_is_known_once_a_token_was_generated_in_i
     await turn()
     door.held["1"].spend(output=5)
     await door.held["1"].retake("all slots are in use")
-    door.held["1"].spend(prompt=9)  # that alone since it has the place
+    door.held["1"].spend(prompt=9)  # it has been alone since it has the place
     door.clock.now += 7
     door.held["1"].release()
     assert door.admission.residency["model"].wait_s(0, 1) is None

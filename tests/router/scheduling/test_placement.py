@@ -69,7 +69,7 @@ def test_what_it_shares_with_other_texts_there_is_worth_an_eighth_of_the_slots()
     assert order(prospect("a"), prospect("b", 0.1, shared=96, full=True)) == "ab"
     assert order(prospect("a"), prospect("b", 0.1, shared=96, suspected=True)) == "ab"
     held = prospect("h", 1.0, holds=True, full=True, wait_s=0.5)
-    assert order(held, prospect("a"), tokens=1000) == "ha"  # which takes a second
+    assert order(held, prospect("a"), tokens=1000) == "ha"  # a prefill elsewhere takes a second
     assert order(held, prospect("a", shared=768), tokens=1000) == "ah"
 
 

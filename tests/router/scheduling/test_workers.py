@@ -91,7 +91,7 @@ async def test_a_worker_that_starts_at_an_address_is_not_avoided_for_one_that_di
     first, last = await worker_pool.verifiers("m")
     assert (first.worker_id, worker_pool.suspected(first), worker_pool.sessions(first)) == ("after", False, 0)
     assert (last.worker_id, worker_pool.suspected(last), worker_pool.sessions(last)) == ("before", True, 1)
-    assert worker_pool.channel(first) is not channel  # which would pause before it connects again
+    assert worker_pool.channel(first) is not channel  # the old channel would pause before it connects again
     assert worker_pool.is_listed("after")
     await registry.withdraw(last)
     worker_pool.remove_session(last)

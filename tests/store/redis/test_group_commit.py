@@ -21,7 +21,7 @@ MANY = 64
 
 
 async def begun(client: Redis, count: int = MANY) -> tuple[Sessions, list[OwnedSession]]:
-    """So many sessions with a prompt, each owned by us."""
+    """`count` sessions with a prompt, each owned by us."""
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
 
     async def one(name: str) -> OwnedSession:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from outrider.core.control.arms.overlap import OverlapMode
 from outrider.core.control.cost.plain_pace import StepWork
 
-MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # in which drafters draft
+MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # the modes in which drafters draft
 
 
 class VerifierLoad(NamedTuple):
@@ -27,10 +27,10 @@ class Arm(NamedTuple):
     """A way of working."""
 
     mode: OverlapMode
-    denominator: int  # one of so many sessions is drafted for; 0: none is
+    denominator: int  # drafts for 1 / denominator of the sessions; 0: for none
 
     def drafted(self, sessions: int) -> int:
-        """Return how many of so many sessions are drafted for, rounded up."""
+        """Return how many of `sessions` are drafted for, rounded up."""
         return -(-sessions // self.denominator) if self.denominator else 0
 
     @property

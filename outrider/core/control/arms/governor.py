@@ -16,8 +16,8 @@ from outrider.core.control.paired_trial import PairedDifference
 from outrider.core.stats import FadingRatio
 
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
-STARTING = 16  # the same at most until the first step with drafts: drafters read the text, or are far away
-ENDING = 8  # the same at most until the first step without: what was drafted ahead is still there
+STARTING = 16  # at most this many steps are left out until the first drafts come; drafters may still read the text
+ENDING = 8  # at most this many steps are left out until the last drafts have drained
 LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
 
 
@@ -36,7 +36,7 @@ class Governor:
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
         self._changing = 0  # steps until they count although the drafts are not those of the arm yet
-        self._lingering = 0  # steps until drafters that were at work are surely still
+        self._lingering = 0  # steps after which drafters are assumed to have stopped
         self._luck: dict[Arm, FadingRatio] = {}  # committed tokens, of those that were expected
 
     def begin(self, load: VerifierLoad) -> None:
@@ -98,7 +98,7 @@ class Governor:
             governor.reconsider()
 
     def rates(self, sessions: int) -> tuple[float, float]:
-        """Return the tokens per second of so many sessions: plain, and in the best arm that drafts; 0 where none has
+        """Return the tokens per second of `sessions` sessions: plain, and in the best arm that drafts; 0 where none has
         been in force."""
         if self._present is None or (best := self._present.best_speedup) is None:
             return 0.0, 0.0

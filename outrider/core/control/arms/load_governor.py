@@ -18,16 +18,16 @@ from outrider.core.stats import FadingRatio
 
 DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
 OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
-MARGIN = math.log(1.01)  # by which an arm must be faster than plain decoding to take its place, and to keep it
+MARGIN = math.log(1.01)  # an arm must be faster than plain decoding by this to take its place, and to keep it
 HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
-MIN_PAIRS, MAX_PAIRS = 3, 8  # pairs of blocks that decide, with those of earlier trials; that a trial has
-REST_S = 3.0  # from a change of the usual arm to the trial of another mode; four times to that of plain decoding
+MIN_PAIRS, MAX_PAIRS = 3, 8  # fewest pairs (earlier trials included) for a verdict; most pairs in one trial
+REST_S = 3.0  # pause after the usual arm changes before another mode is tried; plain decoding waits four times as long
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
 GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
 SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
 LOSS = 0.005  # share of the time that trials may cost
-APART = 10.0  # time from a trial to the next one of the same arm at least, in multiples of its duration
-RETRY_S = (4.0, 120.0)  # the same in seconds: after the first defeat, doubled by each further one, and at most
+APART = 10.0  # least time between two trials of an arm, in multiples of the first one's duration
+RETRY_S = (4.0, 120.0)  # pause before a beaten arm is retried: after its first loss, and at most; each loss doubles it
 
 
 class LoadGovernor:
@@ -276,7 +276,7 @@ class _Record:
         self.interval = RETRY_S[0]
 
     def defeat(self, now: float, lost: float, lasted: float) -> None:
-        """Postpone the next trial, after one that lasted and lost so many seconds."""
+        """Postpone the next trial, after one that took `lasted` seconds and lost `lost`."""
         self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
         self.interval = min(RETRY_S[1], 2.0 * self.interval)
 
@@ -315,7 +315,7 @@ class _Running:
 
 
 def _distinct(sessions: int) -> Iterator[int]:
-    """Yield the denominators under which different numbers of so many sessions are drafted for."""
+    """Yield the denominators under which different numbers of the sessions are drafted for."""
     for denominator, larger in pairwise(DENOMINATORS):
         if -(-sessions // denominator) != -(-sessions // larger):
             yield denominator

@@ -17,9 +17,9 @@ from outrider.core.stats import Ema, FadingRatio
 
 OPEN_WEIGHT = 0.05  # weight of one step in the averages: how many sessions are open, and the share of greedy ones
 RATE_MEMORY = 0.95  # weight of the past in the verifier's rate, at each step
-JUMP = 0.75  # by which the log2 of a number of open sessions exceeds the average's, when it becomes the average
+JUMP = 0.75  # if log2(open sessions) exceeds the average's log2 by this, the average jumps to it
 STICKY = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
-GREEDY = (0.9, 0.6)  # average share of greedy sessions from which several are, and up to which they stay, a greedy load
+GREEDY = (0.9, 0.6)  # a load becomes greedy above the first share of greedy sessions, and ceases to be below the second
 MAX_RATE = 2**32 - 1  # largest rate that fits the report's field, in thousandths of a token per second
 
 
@@ -179,17 +179,17 @@ class Steering:
 
 
 def _eligible(session: SteeredSession) -> bool:
-    """Whether the session may be drafted for, or not, as the arm wants it."""
+    """Return whether the session may be drafted for, or not, as the arm wants it."""
     return session.terms.plan.depth > 0 and not _forced(session)
 
 
 def _forced(session: SteeredSession) -> bool:
-    """Whether the session's plan decides how its drafters work."""
+    """Return whether the session's plan decides how its drafters work."""
     return session.terms.plan.depth > 0 and session.terms.plan.overlap in (Overlap.ALWAYS, Overlap.ROUNDS)
 
 
 def _first(sessions: Sequence[SessionT], wanted: int) -> Iterator[SessionT]:
-    """Yield so many sessions, those first that are drafted for now."""
+    """Yield `wanted` sessions, first those that are drafted for now."""
     drafted = [session for session in sessions if not session.terms.resting]
     yield from drafted[:wanted]
     resting = (session for session in sessions if session.terms.resting)

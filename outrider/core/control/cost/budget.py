@@ -14,9 +14,9 @@ import numpy as np
 
 OVERHEAD_S = 0.0015  # seconds of a step outside the forward pass and the waits, before they are measured
 NEARBY, EVERYWHERE = 0.06, 0.04  # weight of one observation, at its neighbouring points and at all others
-FADING = 0.001  # part of a point's own factor that goes over to the whole curve's with each observation there
+FADING = 0.001  # share of a point's correction that each observation moves into the curve's common correction
 OVERHEAD_MEMORY = 0.99  # weight of the past in the time outside the pass, at each step
-MOST_SESSIONS = 32  # up to which the time outside the pass is assumed to be the same at first
+MOST_SESSIONS = 32  # up to this many, the time outside the pass is assumed to be constant at first
 SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged, because the cost rises in steps
 
 
@@ -28,8 +28,8 @@ class CostModel:
         """`sweep` holds measured pairs of (tokens, seconds), at least one."""
         self._tokens = [tokens for tokens, _ in sorted(sweep)]
         self._sweep = [seconds for _, seconds in sorted(sweep)]
-        self._scale = 0.0  # logarithm of what all points have changed by since the sweep
-        self._own = [0.0] * len(sweep)  # of what each has changed by beyond that
+        self._scale = 0.0  # log of the common correction since the sweep
+        self._own = [0.0] * len(sweep)  # log of each point's further correction
         self._larger = 1.0  # slope above the largest measured size, over the slope just below it
         self._overhead = _Line(OVERHEAD_S, MOST_SESSIONS)
         self._fit()
@@ -40,7 +40,7 @@ class CostModel:
         return self._table[tokens] if more <= 0 else self._table[-1] + self._larger * self._slope * more
 
     def overhead(self, sessions: int) -> float:
-        """Return the expected seconds of a step with so many sessions outside its pass and its waits."""
+        """Return the expected seconds of a step with `sessions` sessions outside its pass and its waits."""
         return self._overhead.at(sessions)
 
     def observe_overhead(self, sessions: int, seconds: float) -> None:

@@ -14,11 +14,11 @@ from outrider.core.stats import FadingRatio
 
 MEMORY = 0.97  # weight of the past at each plain step
 FADES_S = 20.0  # time in which the weight of a plain step falls to 1 / e
-LONGEST_S = 1.0  # a step counts as at most so long when others fade
-PRIOR_STEPS = 4.0  # plain steps that the sweep at start, or the nearest load, counts as
-LEAST_STEPS = 0.1  # the same for reading, of which the sweep shows less; and for both when all else has faded
+LONGEST_S = 1.0  # seconds; a longer step fades others as one of this length
+PRIOR_STEPS = 4.0  # weight of the sweep at start, or of the nearest load, in plain steps
+LEAST_STEPS = 0.1  # weight of the prior for prefill, in steps: the sweep measures it poorly; floor of both weights
 PRIOR_DEVIATION = 0.05  # relative standard deviation of a step's time that is assumed at first
-LEAST_FACTOR = 0.01  # of either kind of work, whatever steps have shown
+LEAST_FACTOR = 0.01  # floor of the factor of either kind of work
 MOST_DEVIATION = 2.0  # a step that takes longer than this multiple of the mean counts as this multiple
 CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie between the bounds
 
@@ -26,9 +26,9 @@ CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie betw
 class StepWork(NamedTuple):
     """What a step did."""
 
-    sessions: int  # that decoded
+    sessions: int  # sessions that decoded
     read: int  # prompt tokens that it read beside
-    tokens: float  # that it committed, or is expected to, over all sessions
+    tokens: float  # tokens that it committed, or is expected to, over all sessions
 
 
 class PlainPace:
@@ -54,7 +54,7 @@ class PlainPace:
         return max(0.0, fit.seconds(modelled) - CONFIDENCE * fit.standard_error(modelled))
 
     def tokens_per_s(self, sessions: int) -> float:
-        """Return the tokens per second that plain decoding of so many sessions is expected to commit."""
+        """Return the tokens per second that plain decoding of `sessions` sessions is expected to commit."""
         return sessions / self.seconds(StepWork(sessions, 0, sessions))
 
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
@@ -138,7 +138,7 @@ class _Fit:
         return math.sqrt(self._variance.ratio * self._squares / self.steps * spread)
 
     def observe(self, modelled: _Parts, seconds: float, now: float) -> None:
-        """Add a step that ended at the time `now` and took so many seconds."""
+        """Add a step that ended at the time `now` and took `seconds`."""
         whole, expected = sum(modelled), self.seconds(modelled)
         x, y = modelled.decoding / whole, modelled.reading / whole
         off = (min(seconds, MOST_DEVIATION * expected) - expected) / whole

@@ -58,7 +58,7 @@ class TierSelector:
         """`arms`: in the order of the first heat."""
         self._speeds = {arm: Speed() for arm in arms}
         self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
-        self._heats = 0  # that are over
+        self._heats = 0  # heats that are over
         self._heat = deque(self._speeds)  # arms whose window in this heat is to come
         self.arm = self._kept = self._heat.popleft()  # the arm to use now, and the fastest
         self._begin()

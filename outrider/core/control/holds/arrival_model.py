@@ -1,7 +1,7 @@
-"""How long a verifier holds a step back for a better tree: as long as what comes is worth the time.
+"""Decides how long to delay a step for more draft nodes: while expected extra tokens outweigh the delay.
 
 All times are in seconds. An expected value is the number of tokens that a step over the tree is expected to commit. See
-docs/performance.md, "Who waits for whom".
+docs/control.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ArrivalPatterns(NamedTuple):
         return cls(ArrivalPattern(), ArrivalPattern(), ArrivalPattern(), HoldTrials())
 
     def after(self, expected: float) -> ArrivalPattern:
-        """Return the pattern of deltas after a commit that leaves a tree of so many expected tokens."""
+        """Return the pattern of deltas after a commit that leaves a tree of `expected` tokens."""
         return self.kept if expected > 1.0 else self.fresh
 
     def estimates(self) -> dict[str, Any]:
@@ -214,8 +214,8 @@ class Arrivals:
         return self._count == 0 and (self._waited or not self.learned or self._patterns.trials.due)
 
     def later(self, now: float, seconds: float, rate: float) -> bool:
-        """Whether a drafter that begins is better awaited after a step of so many seconds, where one is worth `rate`
-        tokens.
+        """Return whether to run a step of `seconds` first and wait for the starting drafter afterwards. A second is
+        worth `rate` tokens.
 
         It begins with the next commit, if none has been sent since it was wanted. If it reads, it goes on during the
         step: a wait before the step saves only what would be left of it when the delta comes, and that must be worth

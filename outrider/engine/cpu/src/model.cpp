@@ -8,10 +8,10 @@
 namespace outrider {
 namespace {
 
-constexpr int APART = 32;  // up to so many rows every thread packs all inputs itself, without waiting for others
+constexpr int APART = 32;  // up to this many rows each thread packs its own copy of the inputs (no barrier)
 constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights up to which a cache may hold them
 constexpr size_t FAR = 4096;                 // bytes of a panel to prefetch ahead, for weights in memory
-constexpr int PANELS = 8;  // that all tiles of rows use before the next ones, while a core's cache holds them
+constexpr int PANELS = 8;  // panels that all tiles of rows use before the next ones, while a core's cache holds them
 
 }  // namespace
 

@@ -331,7 +331,7 @@ PyObject* run(PyObject* object, PyObject* args) {
       outputs += pass.back().wanted;
     }
     if (rows > 1 << 20) throw std::invalid_argument("a pass of more than a million rows");
-    if (best < 0 || best > shape.vocabulary) throw std::invalid_argument("as many best tokens as there are at most");
+    if (best < 0 || best > shape.vocabulary) throw std::invalid_argument("best must be at most the vocabulary size");
     if (best) {
       const Reference terms(PySequence_List(draws));
       if (PyList_Size(terms.get()) != count) throw std::invalid_argument("a draw for each segment");

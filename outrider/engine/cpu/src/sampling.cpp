@@ -96,7 +96,7 @@ PyObject* lead(PyObject* object, PyObject* args) {
     Sampler& sampler = sampler_of(object);
     const Buffer row(logits, false), above(path, false), best(tokens, true), values(scores, true);
     const Py_ssize_t count = best.count();
-    if (count < 1 || count > sampler.vocabulary()) throw std::invalid_argument("as many best tokens as there are");
+    if (count < 1 || count > sampler.vocabulary()) throw std::invalid_argument("best must be between 1 and the vocabulary size");
     const int found = sampler.lead(row.as<float>('f', sampler.vocabulary()), tokens_of(above), size_t(above.count()),
                                    noised != 0, int(count), best.as<int64_t>('l', count), values.as<double>('d', count));
     return PyLong_FromLong(found);
@@ -110,7 +110,7 @@ PyObject* logprobs(PyObject*, PyObject* args) {
     const Buffer row(logits, false), best(tokens, true), values(scores, true);
     const int size = int(row.count()), count = int(best.count());
     const float* x = row.as<float>('f', size);
-    if (size < 1 || count > size) throw std::invalid_argument("as many best tokens as there are");
+    if (size < 1 || count > size) throw std::invalid_argument("best must be at most the vocabulary size");
     const Kernels& kernels = *kernels_here().front();
     Leaders leaders{count, best.as<int64_t>('l', count), values.as<double>('d', count)};
     if (count) lead(kernels, x, size, {0, 0.0}, leaders);

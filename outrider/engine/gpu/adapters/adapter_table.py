@@ -38,7 +38,7 @@ class AdapterShape:
     """What an engine's adapters are like."""
 
     config: ModelConfig  # of the complete model
-    shard: Shard  # of which the engine computes
+    shard: Shard  # the part of the model that the engine computes
     kept: Sequence[int]  # its layers
     form: AdapterForm
     most: int  # adapters that are held, for which memory is reserved
@@ -99,7 +99,7 @@ class AdapterTable:
         self.sums = torch.zeros(max(plan.sums(self.linears.values()) for plan in plans), device=device)
 
     def of_rows(self, rows: int) -> AdaptedPass:
-        """Return what passes of so many rows read."""
+        """Return what passes of `rows` rows read."""
         return AdaptedPass(self, self._plans[rows])
 
     def load(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:

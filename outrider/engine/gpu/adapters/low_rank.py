@@ -221,7 +221,7 @@ _LIBRARY = _registered()  # for as long as the operation is to be had
 def lay_adapter_tiles(
     segments: Sequence[Segment], tile_rows: int, order: NDArray[np.int32], tiles: NDArray[np.int64]
 ) -> int:
-    """Write the tiles of segments whose rows lie one behind another in the pass. Returns how many tiles there are.
+    """Write the tiles of segments whose rows lie one behind another in the pass. Return how many tiles there are.
 
     `order`: [rows], of which the places of tiles are written; `tiles`: [capacity, TILE_COLUMNS], all of which is
     written. Raises ValueError when there are too many rows or tiles.

@@ -14,7 +14,7 @@ TEXT_SPARE = 4  # pages beyond those of one text without which it could not be d
 
 
 def pages_of(rows: int) -> int:
-    """Return how many pages so many rows take."""
+    """Return how many pages `rows` rows take."""
     return -(-rows // PAGE_ROWS)
 
 

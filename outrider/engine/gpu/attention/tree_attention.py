@@ -259,7 +259,7 @@ def _texts(held: Tensor, pages: Tensor, first: Tensor, count: int) -> Tensor:
 def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int32], trees: NDArray[np.int32]) -> int:
     """Write the tiles of segments whose rows lie one behind another in the pass, as do the pages of their texts.
 
-    Returns how many tiles there are.
+    Return how many tiles there are.
 
     `tiles`: [capacity, TILE_COLUMNS], all of which is written; `trees`: [rows, words], of which rows with a mask are
     written. Raises ValueError when a mask has more columns than `trees` has bits, or when the tiles are too many.

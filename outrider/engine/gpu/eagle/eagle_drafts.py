@@ -59,7 +59,7 @@ class _Text:
         self.first = max(self.first, self.end - KEPT_ROWS)
 
     def is_complete(self, rows: int) -> bool:
-        """Whether it has so many rows, and features of the last one."""
+        """Return whether it has `rows` rows, and features of the last one."""
         return self.first < self.end == rows
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 
-FEW_ROWS = 64  # up to which a kernel reads the weights as they are; for more rows they are converted first
+FEW_ROWS = 64  # up to this many rows a kernel reads the weights as they are; for more they are converted first
 ALIGNMENT = 16  # bytes of one access to memory
 LARGEST = 448.0  # number of e4m3
 SMALLEST_SCALE = 2.0**-126  # normal in float32
@@ -46,12 +46,12 @@ class Tile(NamedTuple):
     weights_first: bool
     num_warps: int
     num_stages: int
-    programs: int  # at which the 132 processors of an H100 are busy; with more rows sums of parts cost more
+    programs: int  # programs that keep the 132 processors of an H100 busy; with more rows sums of parts cost more
 
 
 # Measured on an H100 for the linears of Llama-3.2-1B and 3.1-8B; those of 32 and 64 rows are not.
 _SHALLOW = Tile(32, 256, weights_first=False, num_warps=4, num_stages=4, programs=128)
-_SHALLOW_INPUTS = 4096  # up to which a program takes all inputs of few outputs, so that no parts are added
+_SHALLOW_INPUTS = 4096  # up to this many a program takes all inputs of few outputs, so that no parts are added
 _TILES = {
     16: Tile(64, 128, weights_first=False, num_warps=4, num_stages=4, programs=200),
     32: Tile(128, 128, weights_first=False, num_warps=4, num_stages=3, programs=256),

@@ -27,7 +27,7 @@ class NextRows:
     """The rows that may follow a pass of one row for each text."""
 
     sources: list[int]  # their texts' segments in the pass before
-    segments: list[Segment]  # whose tokens are not known yet
+    segments: list[Segment]  # segments without their tokens, which are not known yet
     draws: list[Draw]
 
     @classmethod
@@ -52,21 +52,21 @@ class NextRows:
         return found if found.segments else None
 
     def all_end(self, tokens: Sequence[int], following: FollowingPass) -> bool:
-        """Whether all texts end with these tokens."""
+        """Return whether all texts end with these tokens."""
         ends = (following.stop_ids[source] or () for source in self.sources)
         return all(token in stop_ids for token, stop_ids in zip(tokens, ends, strict=True))
 
 
 @dataclass(slots=True)
 class BegunPass:
-    """A pass that was begun."""
+    """A pass that was started ahead."""
 
     rows: dict[int, tuple[int, Segment, Draw]]  # by slot, of texts that have gone on since: row, segment, draw
     logits: DeviceLogits
 
     @classmethod
     def of(cls, following: NextRows, tokens: Sequence[int], logits: DeviceLogits) -> BegunPass:
-        """`tokens`: that the rows have."""
+        """`tokens`: one token for each row."""
         rows = {}
         for row, (it, draw, token) in enumerate(zip(following.segments, following.draws, tokens, strict=True)):
             rows[it.slot] = row, replace(it, tokens=np.array([token])), draw
@@ -110,7 +110,7 @@ def chosen_tokens(logits: Logits, following: NextRows) -> list[int] | None:
 
 
 def _is_same(one: Segment, other: Segment) -> bool:
-    """Whether two segments have the same single row."""
+    """Return whether two segments have the same single row."""
     return (
         len(one.tokens) == 1
         and one.mask is None

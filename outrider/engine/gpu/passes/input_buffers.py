@@ -28,14 +28,14 @@ from outrider.engine.interface.batch import Segment
 
 ArrayT = TypeVar("ArrayT")
 
-FEWEST_MOVES, MOST_MOVES = 64, 256  # that a pass can begin with
+FEWEST_MOVES, MOST_MOVES = 64, 256  # bounds of the number of moves that a pass begins with
 _NO_DRAW = Draw(0, 0.0)  # of rows whose tokens are not chosen
 _COUNTED = np.arange(MOST_ROWS)
 
 
 @dataclass(frozen=True)
 class RowInputs(Generic[ArrayT]):
-    """What a pass of so many rows reads: int64, and int32 for attention."""
+    """The inputs of a pass of some number of rows: int64, and int32 for attention."""
 
     tokens: ArrayT  # [rows]
     positions: ArrayT  # [rows]
@@ -43,7 +43,7 @@ class RowInputs(Generic[ArrayT]):
     moves: ArrayT  # [2, moves] sources and targets of cache rows that are moved first
     tiles: ArrayT  # [tiles, TILE_COLUMNS] int32, see `lay_tiles`
     trees: ArrayT  # [rows, TREE_WORDS] int32
-    pages: ArrayT  # int32, of the segments' texts behind one another; as many as there are
+    pages: ArrayT  # int32, of the segments' texts behind one another
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Layout(NamedTuple):
 
 
 def moves_of(rows: int) -> int:
-    """Return how many moves a pass of so many rows can begin with."""
+    """Return how many moves a pass of `rows` rows can begin with."""
     return min(max(FEWEST_MOVES, rows), MOST_MOVES)
 
 

@@ -42,7 +42,7 @@ class RowStates:
 
     @staticmethod
     def bytes_of(slots: int, kept: int, width: int, dtype: torch.dtype) -> int:
-        """Return what the states of an engine take."""
+        """Return the bytes that an engine's row states need."""
         return slots * (kept * dtype.itemsize + WINDOW * 4) * width
 
     def feed(self, numbers: Tensor, features: Tensor) -> None:

@@ -112,7 +112,7 @@ class DeviceLogits:
         count = (likely.shape[1] - 2) // 2
         logit, total, tokens, scores = likely[at, 0], likely[at, 1], likely[at, 2 : 2 + count], likely[at, 2 + count :]
         if wanted and scores[wanted - 1] == scores[wanted] > -math.inf:
-            return None  # which of equal tokens is the last of them is open
+            return None  # it is open which of equal tokens is the last one
         known = np.isfinite(scores[:wanted])
         return packed(logit, tokens[:wanted][known].astype(np.int64), scores[:wanted][known], total, wanted)
 

@@ -31,7 +31,7 @@ class PenaltyInputs(NamedTuple):
     repetition: Tensor  # [outputs] float64
     presence: Tensor  # [outputs] float64
     frequency: Tensor  # [outputs] float64
-    used: Tensor  # [1] int64, tokens of paths that there are
+    used: Tensor  # [1] int64, number of tokens of paths
     paths: Tensor  # [tokens, 2] int64, rows and tokens
 
 
@@ -52,7 +52,7 @@ class PenaltyBuffers:
         self.send([])
 
     def inputs(self, count: int) -> PenaltyInputs:
-        """Return what the choice of so many rows reads on the device."""
+        """Return what the choice of `count` rows reads on the device."""
         counts, *rows, used, paths = self._device
         return PenaltyInputs._make([counts, *(part[:count] for part in rows), used, paths])
 

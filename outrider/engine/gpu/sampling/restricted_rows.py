@@ -41,7 +41,7 @@ def grouped(rows: Sequence[RestrictedRow | None]) -> Iterator[tuple[int, list[Re
 
 
 def _paths(segment: Segment, committed: int) -> Iterator[NDArray[np.int64] | None]:
-    """Yield, for each row that wants logits, its tokens behind so many committed ones.
+    """Yield, for each row that wants logits, its tokens behind the `committed` ones.
 
     None for a row whose path has tokens that are not in the segment.
     """

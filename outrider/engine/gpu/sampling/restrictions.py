@@ -35,7 +35,7 @@ class RestrictionInputs(NamedTuple):
     top_p: Tensor  # [outputs] float64
     log_min_p: Tensor  # [outputs] float64; -inf keeps all
     only: Tensor  # [outputs] bool, whether tokens without an entry are banned
-    used: Tensor  # [1] int64, entries that there are
+    used: Tensor  # [1] int64, number of entries
     entries: Tensor  # [entries, 3] float64: rows, tokens, and what is added to their logits
 
 
@@ -56,7 +56,7 @@ class RestrictionBuffers:
         self.send([])
 
     def inputs(self, count: int) -> RestrictionInputs:
-        """Return what the choice of so many rows reads on the device."""
+        """Return what the choice of `count` rows reads on the device."""
         *rows, used, entries = self._device
         return RestrictionInputs._make([*(part[:count] for part in rows), used, entries])
 
@@ -159,7 +159,7 @@ def _adjusted(logits: Tensor, given: RestrictionInputs) -> Tensor:
 def _filtered(weights: Tensor, given: RestrictionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Apply top-k, top-p and min-p to log p: [rows, vocabulary].
 
-    Returns the best weights, -inf where a filter excludes them, their tokens, [rows, depth] each, and for which rows
+    Return the best weights, -inf where a filter excludes them, their tokens, [rows, depth] each, and for which rows
     this does not show what is kept: [rows].
     """
     vocabulary = weights.shape[1]

@@ -77,7 +77,7 @@ class TokenChoice:
         self._gathers: dict[int, Replay] = {}  # by outputs, in a group of ranks
 
     def record(self, count: int, candidates: int) -> None:
-        """Record what a pass with so many outputs may need."""
+        """Record what a pass with `count` outputs may need."""
         self._head_of(count, candidates, "none")
         if candidates and count <= RESTRICTED:
             self._head_of(count, candidates, "restrictions")
