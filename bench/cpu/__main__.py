@@ -36,7 +36,6 @@ from outrider.config import (
     VerifierConfig,
 )
 from outrider.engine.checkpoints.padding import pad_checkpoint
-from outrider.fleet.children import Child
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process, Role
 from outrider.store.redis.embedded import EmbeddedRedis
@@ -56,7 +55,7 @@ class ScriptedProcess(Process):
 
     script: Script
 
-    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bench.cpu.server", self.script.to_json(), self.name, *arguments),
             cwd=ROOT,

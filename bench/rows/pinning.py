@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -9,7 +10,6 @@ from typing import NamedTuple
 
 from outrider.config import ClusterConfig, Section
 from outrider.errors import ConfigError
-from outrider.fleet.children import Child
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process, Role
 
@@ -75,7 +75,7 @@ class _PinnedProcess(Process):
         super().__init__(role, name, section, forward)
         self._cores = cores
 
-    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         child = await super()._run(arguments, environment)
         pin(child.pid, self._cores)
         return child

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,6 @@ from typing import Literal, Protocol
 
 from outrider.config import GatewayConfig, RayResources, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
@@ -26,6 +26,7 @@ FETCH_S = 6 * 3600.0  # added to it for a checkpoint that may have to be downloa
 RESTART_S, LONGEST_RESTART_S = 1.0, 30.0  # pauses before the restarts of a server that ended
 STEADY_S = 60.0  # a server that ran longer is restarted after the first pause again
 GRACE_S = 3.0  # beyond the process's drain time, before the process is killed
+LINE_BYTES = 2**20  # longest line that is read from a server's output
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
 NOT_INHERITED = (  # environment variables that name Redis, a server's certificates, and those for clients
     "REDIS_URL",
@@ -71,11 +72,9 @@ class ClusterServer(Protocol):
 
 
 class Process:
-    """A ClusterServer on this machine. It is forked, or started by exec if `forked` is False."""
+    """A ClusterServer on this machine."""
 
-    def __init__(
-        self, role: Role, name: str, section: Section, forward: Callable[[str, str], None], *, forked: bool = True
-    ) -> None:
+    def __init__(self, role: Role, name: str, section: Section, forward: Callable[[str, str], None]) -> None:
         self.role = role
         self.name = name
         self.address = ""
@@ -83,8 +82,7 @@ class Process:
         self._forward = forward
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._ready = asyncio.Event()
-        self._forked = forked
-        self._child: Child | None = None
+        self._child: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
 
     @property
@@ -125,10 +123,21 @@ class Process:
         if not self._ready.is_set():
             raise Unavailable(f"{self.name} is not ready after {limit:.0f} s")
 
-    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Run `outrider ARGUMENTS` in a child process."""
-        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # a forked process cannot start Ray
-        return await start_child(arguments, environment, forked=forked)
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        """Run `outrider ARGUMENTS` in a new process session.
+
+        A Ctrl-C then reaches only this process, which stops the servers in order.
+        """
+        return await asyncio.create_subprocess_exec(
+            # -P: files in the current directory must not shadow our modules.
+            *(sys.executable, "-P", "-m", "outrider.cli", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=LINE_BYTES,
+            start_new_session=True,
+        )
 
     async def wait(self) -> int:
         return await self._running().wait()
@@ -148,7 +157,7 @@ class Process:
             await self._child.wait()
         await asyncio.gather(*self._readers)
 
-    def _running(self) -> Child:
+    def _running(self) -> asyncio.subprocess.Process:
         if self._child is None:
             raise RuntimeError(f"{self.name} has not been started")
         return self._child

@@ -39,10 +39,7 @@ class RayProcessActor:
             section = section.model_copy(update={"ray": ray.get_runtime_context().gcs_address})
         elif listen := getattr(section, "listen", None):
             section = section.model_copy(update={"listen": public(listen)})
-        self._process = Process(
-            *(role, name, section, self._add_line),
-            forked=False,  # a fork server would serve only this one process
-        )
+        self._process = Process(role, name, section, self._add_line)
 
     def _add_line(self, name: str, line: str) -> None:
         """Queue a line of output; drop it if MAX_LINES wait, because then nothing reads them."""

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 import grpc.aio
-from cryptography import x509
 
 from outrider.errors import Forbidden
 from outrider.rpc.authorization import certificate_names
@@ -32,6 +31,8 @@ def new_drafter_id(certificate: bytes | None) -> str:
     """
     names: list[str] = []
     if certificate is not None:
+        from cryptography import x509  # drafters without TLS do not load it
+
         leaf = x509.load_pem_x509_certificates(certificate)[0]
         with suppress(x509.ExtensionNotFound):
             found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -16,8 +16,6 @@ from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
@@ -66,11 +64,15 @@ def exporting_telemetry(
         shutdowns: list[Callable[[], None]] = []
         stack.callback(_shut_down, shutdowns)
         if _exports("TRACES"):
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
             traces = TracerProvider(resource=resource, sampler=_sampler(), shutdown_on_exit=False)
             traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
             trace.set_tracer_provider(traces)
             shutdowns.append(traces.shutdown)
         if _exports("METRICS"):
+            from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
             readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
         if listen is not None:
             readers.append(PrometheusMetricReader(registry=registry))

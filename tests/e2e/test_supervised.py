@@ -16,6 +16,7 @@ import pytest
 import outrider
 from outrider.config import load_cluster
 from outrider.fleet.cluster import LocalCluster
+from outrider.fleet.process import Process
 from outrider.fleet.supervisor import ClusterSupervisor
 from tests.e2e.conftest import MODELS
 from tests.failing import FAIL_ONCE
@@ -79,14 +80,12 @@ async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
     faults = {name: first for names in KEPT.values() for name in names} | dict.fromkeys(NEEDED.values(), then)
     at_faults = ",".join(f"{name}@{path}" for name, path in faults.items())
 
-    async def start(
-        arguments: Sequence[str], environment: Mapping[str, str], **_: object
-    ) -> asyncio.subprocess.Process:
+    async def run(_: Process, arguments: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "tests.failing", *arguments]
         pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         return await asyncio.create_subprocess_exec(*command, env={**environment, FAIL_ONCE: at_faults}, **pipes)
 
-    monkeypatch.setattr("outrider.fleet.process.start_child", start)
+    monkeypatch.setattr(Process, "_run", run)
 
     def failed(server: str) -> Counter[str]:
         return Counter(found[1] for name, line in lines if name.startswith(server) and (found := FAILED.search(line)))

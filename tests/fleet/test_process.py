@@ -1,13 +1,32 @@
-"""A server that fetches its checkpoint first may take long, and its line about that is forwarded at once."""
+"""The start of one server: how long it may take, what of its output is forwarded, and that it ends with its starter."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.process import START_S, Process, start_limit
 from tests.fleet.conftest import DRAFTER, TARGET
+
+STARTER = """
+import asyncio, sys
+from pathlib import Path
+from outrider.config import DrafterConfig
+from outrider.fleet.process import Process
+
+async def main():
+    process = Process("drafter", "drafter", DrafterConfig(model=Path(sys.argv[1])), print)
+    await process.start(sys.argv[2])
+    print(process.pid, flush=True)
+    await process.wait()
+
+asyncio.run(main())
+"""
 
 
 def test_a_checkpoint_from_the_hub_may_take_longer_than_one_that_is_there() -> None:
@@ -47,3 +66,21 @@ async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_re
     output.feed_eof()
     await reading
     assert forwarded[-1] == "afterwards"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+async def test_a_server_leads_its_process_session_and_ends_with_a_starter_that_is_killed(redis_url: str) -> None:
+    command = (sys.executable, "-c", STARTER, str(DRAFTER), redis_url)
+    starter = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert starter.stdout is not None
+    pid = int(await starter.stdout.readline())
+    assert os.getsid(pid) == pid
+    ended, server, loop = asyncio.Event(), os.pidfd_open(pid), asyncio.get_running_loop()
+    loop.add_reader(server, ended.set)
+    try:
+        starter.kill()
+        await asyncio.wait_for(ended.wait(), 10)
+        await starter.wait()
+    finally:
+        loop.remove_reader(server)
+        os.close(server)
