@@ -170,15 +170,9 @@ class Upstream:
         """Sends new nodes. The upstream's credit bounds what may be queued here."""
         if attachment.traced is not None:
             delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
-        self._queue(
-            delta_to_pb(
-                delta,
-                attachment=attachment.number,
-                epoch=attachment.epoch,
-                plan_version=plan_version,
-                exhausted=exhausted,
-            )
-        )
+        number, epoch = attachment.number, attachment.epoch
+        frame = delta_to_pb(delta, attachment=number, epoch=epoch, plan_version=plan_version, exhausted=exhausted)
+        self._queue(frame)
 
     async def close(self) -> None:
         """Ends the stream."""
@@ -218,17 +212,14 @@ class Upstream:
         attachment.number = self._numbers
         self._numbered[attachment.number] = attachment
         attachment.parts.clear()
-        self._queue(
-            pb.DraftUp(
-                subscribe=pb.Subscribe(
-                    session_id=attachment.session_id,
-                    epoch=attachment.epoch,
-                    attachment=attachment.number,
-                    ticket=attachment.ticket,
-                    features=self._features.digest,
-                )
-            )
+        subscribe = pb.Subscribe(
+            session_id=attachment.session_id,
+            epoch=attachment.epoch,
+            attachment=attachment.number,
+            ticket=attachment.ticket,
+            features=self._features.digest,
         )
+        self._queue(pb.DraftUp(subscribe=subscribe))
 
     async def _run(self) -> None:
         reachable = True
