@@ -130,7 +130,7 @@ class UpstreamOutbox:
         """Return the next frame to write; wait until there is one. None after the end."""
         silent_until = asyncio.get_running_loop().time() + HEARTBEAT_S
         while not self._ended:
-            if frame := self._most_urgent():
+            if frame := self.next_now():
                 return frame
             if self._finishing:
                 break
@@ -155,7 +155,8 @@ class UpstreamOutbox:
             del self._commits[commit.attachment]
         return commits
 
-    def _most_urgent(self) -> pb.DraftDown | None:
+    def next_now(self) -> pb.DraftDown | None:
+        """Return the next frame to write; None when nothing is queued."""
         if commits := self._next_commits():
             return pb.DraftDown(commits=commits) if len(commits) > 1 else pb.DraftDown(commit=commits[0])
         if self._control:

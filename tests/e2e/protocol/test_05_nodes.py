@@ -20,6 +20,7 @@ from outrider.rpc.codec import plan_to_pb
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.v1.drafter_pb2 import DraftUp
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
@@ -96,7 +97,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):
-        sink._graft(stream, delta([1, 2, 3], 2, [], exhausted=True)["delta"])
+        sink.receive(stream, DraftUp(**delta([1, 2, 3], 2, [], exhausted=True)))
         assert (patience() > 0) == waits  # as long as one may still bring something
 
     def commit(token: int) -> None:
