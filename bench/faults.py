@@ -123,6 +123,11 @@ class FaultProxy:
             sent = self._free_at[direction] = max(now, self._free_at[direction]) + size / self.bytes_per_s
         return sent + self.delay_s + (jitter.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0)
 
+    def held_bytes(self, direction: Direction) -> int:
+        """Return how much of what goes in a direction is held back."""
+        flows = (connection.flows.get(direction) for connection in self._connections.values())
+        return sum(flow.size for flow in flows if flow is not None)
+
     def read_size(self) -> int:
         """Return the number of bytes to read at a time."""
         return CHUNK if self.bytes_per_s is None else max(1, min(CHUNK, int(self.bytes_per_s * GRAIN_S)))
@@ -168,7 +173,7 @@ class _Connection:
         self._accepted = accepted
         self._seed = seed
         self._writers: list[asyncio.StreamWriter] = []
-        self._flows: dict[Direction, _Flow] = {}
+        self.flows: dict[Direction, _Flow] = {}
         self._ended = False
 
     async def run(self) -> None:
@@ -177,8 +182,8 @@ class _Connection:
             await self._proxy.thawed.wait()
             client = await self._open(asyncio.open_connection(sock=self._accepted))
             target = await self._open(_connect(self._proxy.target))
-            up = self._flows["up"] = _Flow(self._proxy, "up", client[0], target[1], self._seed)
-            down = self._flows["down"] = _Flow(self._proxy, "down", target[0], client[1], self._seed)
+            up = self.flows["up"] = _Flow(self._proxy, "up", client[0], target[1], self._seed)
+            down = self.flows["down"] = _Flow(self._proxy, "down", target[0], client[1], self._seed)
             async with asyncio.TaskGroup() as group:
                 for work in (up.receive(), up.deliver(), down.receive(), down.deliver()):
                     group.create_task(work)
@@ -214,8 +219,8 @@ class _Connection:
 
     def close_half(self, direction: Direction) -> None:
         """End one direction."""
-        if direction in self._flows:
-            self._flows[direction].close()
+        if direction in self.flows:
+            self.flows[direction].close()
 
 
 class _Flow:
@@ -235,7 +240,7 @@ class _Flow:
         self._sink = sink
         self._jitter = random.Random(f"{seed}/{direction}")
         self._held: deque[tuple[float, bytes | OSError]] = deque()  # (due, bytes); b"" is the end
-        self._size = 0  # bytes held
+        self.size = 0  # bytes held
         self._filled = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -256,8 +261,8 @@ class _Flow:
             if self._closed:
                 continue
             self._held.append((latest, arrived))
-            self._size += size
-            if self._size >= HELD:
+            self.size += size
+            if self.size >= HELD:
                 self._room.clear()
             self._filled.set()
 
@@ -284,7 +289,7 @@ class _Flow:
         if not data:
             self.close()
             return
-        self._size -= len(data)
+        self.size -= len(data)
         self._room.set()
         try:
             self._sink.write(data)
@@ -304,7 +309,7 @@ class _Flow:
     def _drop(self) -> None:
         self._closed = True
         self._held.clear()
-        self._size = 0
+        self.size = 0
         self._room.set()
         self._filled.set()
 

@@ -235,7 +235,7 @@ class GpuRun:
         weights = self._weights("target", shape)
         target = self._engine(weights, slots, self.dtype)
         draft = self._engine(self._weights("drafter", drafter), slots, self.drafter_dtype)
-        bandwidth, prompts = copy_bandwidth(self.device), self._prompts(slots)
+        bandwidth, prompts = copy_bandwidth(self.device), self.prompts_of(slots)
         peers = {batch: self._gpt_fast(weights, prompts[:batch]) for batch in self.batches}
         for batch in self.batches:
             growth = self.trees[min(self.trees, key=lambda known: abs(known - batch))]
@@ -347,7 +347,7 @@ class GpuRun:
         engine.record()
         return engine
 
-    def _prompts(self, texts: int) -> list[list[int]]:
+    def prompts_of(self, texts: int) -> list[list[int]]:
         """Return prompts of one length, cut from the concatenated held-out texts."""
         from tokenizers import Tokenizer
 

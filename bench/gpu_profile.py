@@ -77,7 +77,7 @@ def main(
         f"profile: loaded and recorded in {loaded - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
         flush=True,
     )
-    prompts = run._prompts(texts)
+    prompts = run.prompts_of(texts)
     for slot, prompt in enumerate(prompts):
         for start in range(0, context, 256):
             part = np.array(prompt[start : start + 256])

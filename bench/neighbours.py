@@ -102,7 +102,7 @@ def main(
             def load(callers: int, number: int) -> Load:
                 return Load(prompts, callers, seconds, 0.0, ANSWER, seed=SEED + number, salts=SALTS)
 
-            await _measure(target, models / "drafter", callers, rounds, speculation, load, found)
+            await measure_rounds(target, models / "drafter", callers, rounds, speculation, load, found)
 
     with reported():
         run_until_signal(measure())
@@ -110,7 +110,7 @@ def main(
     print(last_line(found), flush=True)
 
 
-async def _measure(
+async def measure_rounds(
     target: Path,
     drafter: Path,
     callers: int,

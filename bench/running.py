@@ -52,7 +52,7 @@ async def run_rows(options: BenchOptions, results: BenchResults, report: Report)
     for target in options.targets:
         name = f"rows, {target / 1e6:.0f}M"
         report(f"{name}: padding the target")
-        async with padded(options, target) as folder, _rows(options, folder, name, report) as rows:
+        async with padded(options, target) as folder, open_rows(options, folder, name, report) as rows:
             report(f"{name}: measuring the machine's limit")
             limit = await measure(options.threads)
             for row in rows:
@@ -60,7 +60,7 @@ async def run_rows(options: BenchOptions, results: BenchResults, report: Report)
                 warm_up = learning.get(row.name, WARM_UP_TOKENS)
                 for temperature in options.temperatures:
                     await row.generate(BenchRequest(familiar[1], temperature, SEED - 1, warm_up))
-            async for take in _interleaved(options, rows, prompts, target, report):
+            async for take in interleaved(options, rows, prompts, target, report):
                 results.takes.append(take)
             report(f"{name}: first tokens")
             results.firsts += await _first_tokens(rows, prompts[: len(options.short)], target)
@@ -73,7 +73,7 @@ async def run_rows(options: BenchOptions, results: BenchResults, report: Report)
             results.memory += await _memory(target, rows)
 
 
-async def _interleaved(
+async def interleaved(
     options: BenchOptions, rows: Sequence[BenchRow], prompts: Prompts, target: int, report: Report
 ) -> AsyncIterator[Measurement]:
     """Run each row once for every repetition, prompt and temperature, in an order that rotates.
@@ -221,7 +221,7 @@ def profile_of(described: VerifierDescription, target: int, row: str, limit: Lim
 
 
 @asynccontextmanager
-async def _rows(options: BenchOptions, target: Path, title: str, report: Report) -> AsyncIterator[list[BenchRow]]:
+async def open_rows(options: BenchOptions, target: Path, title: str, report: Report) -> AsyncIterator[list[BenchRow]]:
     """Start all rows, one after the other."""
     config = options.cluster(target)
     models = Models(target, options.models / "drafter", options.dtype, options.threads)

@@ -169,7 +169,7 @@ def main(
             "prose": [tuple(tokenizer.encode(text).ids) for text in _paragraphs(PROSE)],
         }
         windows = round(minutes * 60 / WINDOW_S)
-        run_until_signal(_measure(target, models / "drafter", prompts, windows, seed, figures))
+        run_until_signal(measure_windows(target, models / "drafter", prompts, windows, seed, figures))
     _print(figures)
     print(last_line(figures), flush=True)
 
@@ -187,7 +187,7 @@ def shifting_loads(seed: int) -> Iterator[ShiftingLoad]:
         )
 
 
-async def _measure(
+async def measure_windows(
     target: Path,
     drafter: Path,
     prompts: dict[str, list[tuple[int, ...]]],

@@ -45,6 +45,11 @@ class Translation:
         self._tokens: list[int] = []  # the target's
         self._settled = 0  # number of these whose translation never changes
 
+    @property
+    def open_tokens(self) -> list[int]:
+        """The target's tokens whose translation may still change."""
+        return self._tokens[self._settled :]
+
     def extend(self, tokens: Sequence[int]) -> int:
         """Add the target's new tokens. Change the end of `draft_tokens`, or only add to it; return how many are as
         before.
@@ -65,7 +70,7 @@ class Translation:
         first, before = self.settled, self.draft_tokens[self.settled :]
         self._tokens.extend(tokens)
         while True:
-            text = text_after(self._target_tokenizer, self._context(), self._tokens[self._settled :])
+            text = text_after(self._target_tokenizer, self._context(), self.open_tokens)
             draft = tokens_after(self._draft_tokenizer, self._draft_tokenizer.decode(self._draft_context()), text)
             self.draft_tokens[self.settled :] = draft
             open_tokens = len(self._tokens) - self._settled
@@ -78,7 +83,7 @@ class Translation:
 
     def _settle(self) -> bool:
         """Settles half of the open tokens, or a little more: up to where both vocabularies have a boundary."""
-        open_tokens, before = self._tokens[self._settled :], self._context()
+        open_tokens, before = self.open_tokens, self._context()
         draft, before_draft = self.draft_tokens[self.settled :], self._draft_context()
         lengths = {
             len(text_after(self._draft_tokenizer, before_draft, draft[:count])): count for count in range(1, len(draft))

@@ -63,7 +63,7 @@ class Failing:
 def main() -> None:
     entries = (entry.partition("@") for entry in os.environ[FAIL_ONCE].split(","))
     faults = {name: file for name, _, file in entries}
-    run_to_end = supervision._run_to_end
+    run_to_end = supervision.run_to_end
 
     async def run(name: str, work: Work) -> Exception:
         file = faults.pop(name, None)
@@ -74,7 +74,7 @@ def main() -> None:
 
         return await run_to_end(name, work if file is None else failing)
 
-    supervision._run_to_end = run  # type: ignore[assignment]
+    supervision.run_to_end = run  # type: ignore[assignment]
     from outrider.cli.main import app
 
     app(prog_name="outrider")

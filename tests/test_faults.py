@@ -25,15 +25,15 @@ class Peer:
 
     def __init__(self) -> None:
         self.address = ""
-        self._arrived: asyncio.Queue[tuple[Reader, Writer]] = asyncio.Queue()
+        self.waiting: asyncio.Queue[tuple[Reader, Writer]] = asyncio.Queue()
         self.writers: list[Writer] = []
 
     async def next(self) -> tuple[Reader, Writer]:
-        return await asyncio.wait_for(self._arrived.get(), 5)
+        return await asyncio.wait_for(self.waiting.get(), 5)
 
     def arrived(self, reader: Reader, writer: Writer) -> None:
         self.writers.append(writer)
-        self._arrived.put_nowait((reader, writer))
+        self.waiting.put_nowait((reader, writer))
 
 
 @asynccontextmanager
@@ -210,7 +210,7 @@ async def test_a_frozen_link_delivers_nothing_and_a_thawed_one_everything(peer: 
         late_reader, late_writer = await connect(proxy)  # as with a machine that is gone, the network takes it
         await closed(far_writer)  # even the end of a connection does not arrive
         assert await silent(reader.read())
-        assert peer._arrived.empty()
+        assert peer.waiting.empty()
         assert proxy.bytes_up == 0
         proxy.thaw()
         assert await asyncio.wait_for(reader.read(), 1) == b""
@@ -246,8 +246,7 @@ async def test_a_frozen_link_holds_so_much_and_no_more(peer: Peer) -> None:
                 writer.write(data)
                 sent += len(data)
                 await asyncio.wait_for(writer.drain(), QUIET_S)
-        (connection,) = proxy._connections.values()
-        assert HELD <= connection._flows["up"]._size < HELD + 2 * CHUNK
+        assert HELD <= proxy.held_bytes("up") < HELD + 2 * CHUNK
         assert sent > HELD
         proxy.thaw()
         assert len(await asyncio.wait_for(far_reader.readexactly(sent), 5)) == sent

@@ -253,9 +253,8 @@ class StepVerdicts:
     def guesses(self) -> list[int]:
         """Return the token that the target would choose after the end of each of the window's chains."""
         sampler, window, first = self._session.sampler, self._work.window, 1 + len(self._work.nodes)
-        noised = (
-            self._session.rule.child_sampling is ChildSampling.FREELY
-        )  # else the text's draws are not known beforehand
+        # Other rules' draws are not known beforehand.
+        noised = self._session.rule.child_sampling is ChildSampling.FREELY
         rows = [0 if end < 0 else first + end for end in window.ends]
         try:
             return [

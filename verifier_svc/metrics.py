@@ -13,7 +13,7 @@ OTHERS = "others"
 
 
 class StepMetrics:
-    """Counts steps and their tokens, and records their times."""
+    """Count steps and their tokens, and records their times."""
 
     def __init__(self) -> None:
         self.steps = self.rows = self.committed = self.wire = 0
@@ -32,7 +32,7 @@ class StepMetrics:
         register_metric("spec_decode_num_accepted_tokens_per_pos", lambda: by_position(depths.reached))
         self._adapted: dict[str, Depths] = {}  # by the adapter's folder
         for name in ("steps", "verified", "accepted"):
-            register_metric(f"outrider.adapter.{name}", partial(self._by_adapter, name))
+            register_metric(f"outrider.adapter.{name}", partial(self.by_adapter, name))
 
     def record_pass(self, rows: int, seconds: float, waited: float) -> None:
         """Record a pass that has ended."""
@@ -53,5 +53,6 @@ class StepMetrics:
             self._reply.record(report.first_us / 1e6)
         self._depths.observe(report)
 
-    def _by_adapter(self, name: str) -> dict[str, float]:
+    def by_adapter(self, name: str) -> dict[str, float]:
+        """Return steps, verified or accepted nodes, as `name` says, by adapter."""
         return {adapter: float(getattr(depths, name)) for adapter, depths in tuple(self._adapted.items())}

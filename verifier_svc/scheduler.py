@@ -119,7 +119,7 @@ class StepScheduler:
         self._known_drafters: deque[str] = deque(maxlen=MAX_LISTED)  # the latest that have connected
         self._changed = asyncio.Event()
         self._drained: Callable[[], None] | None = None  # while going down: called once all sessions are closed
-        self._stopped = False  # `run` has ended
+        self._stopped = False
 
     def open(self, start: SessionStart) -> VerifierSession:
         """Give a session a KV slot, if possible one that holds the KV of its first tokens.
@@ -251,25 +251,34 @@ class StepScheduler:
         self._changed.set()
 
     async def run(self) -> None:
-        """Run steps until cancelled. When it ends, for whatever reason, all sessions are closed at once as moved."""
+        """Run steps until cancelled. Stops when it ends, for whatever reason."""
         try:
             while True:
-                await self._follow_grammars()
-                step = await self._choose()
-                logits = await self._forward(step)
-                walks = self._walk(step, logits)
-                self._head_proposer.store(step, walks, self._executor)
-                await self._feature_fuser.store(step, walks, self._executor)
-                commits = self._commit(step, walks)
-                self._unlearned = partial(self._learn, step, commits)
-                if not self._engine.apart:  # else commits are sent, and learned from, while the next pass runs
-                    await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
-                    self._learn_latest()
-                await self._head_proposer.draft(step, self._executor)
+                await self.step()
         finally:
-            self._stopped = True
-            self._close_all(self._drained or (lambda: None))
-            self._executor.close()
+            self.stop()
+
+    async def step(self) -> StepBatch:
+        """Run one step, once a session is ready. Returns it when its tokens are committed."""
+        await self._follow_grammars()
+        step = await self._choose()
+        logits = await self._forward(step)
+        walks = self._walk(step, logits)
+        self._head_proposer.store(step, walks, self._executor)
+        await self._feature_fuser.store(step, walks, self._executor)
+        commits = self._commit(step, walks)
+        self._unlearned = partial(self._learn, step, commits)
+        if not self._engine.apart:  # else commits are sent, and learned from, while the next pass runs
+            await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
+            self._learn_latest()
+        await self._head_proposer.draft(step, self._executor)
+        return step
+
+    def stop(self) -> None:
+        """Close all sessions as moved, and the engine. No step may follow."""
+        self._stopped = True
+        self._close_all(self._drained or (lambda: None))
+        self._executor.close()
 
     async def _choose(self) -> StepBatch:
         """Return the next step: the best nodes of all trees.
@@ -295,14 +304,14 @@ class StepScheduler:
                 await self._executor.wait_idle(self._changed)
                 continue
             now = time.monotonic()
-            works = self._base_works(ready)
+            works = self.base_works(ready)
             may_hold = self._max_nodes and all(work.chooses for work in works)  # no prompt is read in this step
             hold = 0.0
             if may_hold:  # the session that held the step back is asked first: each of its deltas leads here
                 sessions = sorted((work.session for work in works), key=lambda session: session is not incomplete)
                 incomplete, hold = self.hold_policy.required_hold(sessions, now)
             if hold <= 0.0:
-                step, budget = self._select(works, now)
+                step, budget = self.select(works, now)
                 lately = self.steering.tokens_per_s
                 hold = self.hold_policy.hold_seconds(step.sessions, budget, now, lately) if may_hold else 0.0
                 if hold <= 0.0:
@@ -351,8 +360,8 @@ class StepScheduler:
             self.close(session)
         drained()
 
-    def _select(self, works: list[SessionWork], now: float) -> tuple[StepBatch, VerificationBudget]:
-        """Add the best nodes of all trees to the works. Return the step, and the budget that it keeps to."""
+    def select(self, works: list[SessionWork], now: float) -> tuple[StepBatch, VerificationBudget]:
+        """Add the best nodes of all trees to the works. Returns the step, and the budget that it keeps to."""
         base = sum(work.end - work.start for work in works)
         rows: dict[Node, int] = {}
         decoding = [work for work in works if work.chooses]
@@ -397,7 +406,7 @@ class StepScheduler:
                     work.add(node, score, rows)
         return expected
 
-    def _base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
+    def base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
         """Return the roots of all sessions that decode, and a chunk of the prompts that others have to read first."""
         works, chunk = [], chunk_beside_others(ready, self._prefill_chunk, self.cost)
         for session in ready:
@@ -497,13 +506,13 @@ class StepScheduler:
         return commits
 
     def _learn_latest(self) -> None:
-        """Learns from the latest step, unless that is done."""
+        """Learn from the latest step, unless that is done."""
         learn, self._unlearned = self._unlearned, None
         if learn is not None:
             learn()
 
     def _learn(self, step: StepBatch, commits: Sequence[SessionCommit]) -> None:
-        """Learns from a step whose commits have been sent, and counts it."""
+        """Learn from a step whose commits have been sent, and counts it."""
         if step.back_to_back:
             made = [SessionTokens(work.session, len(commit.choices), work.expected) for work, commit in commits]
             self.steering.on_step(self.sessions.values(), made, step.prompt_tokens, step.since_last)

@@ -72,7 +72,7 @@ class Listener(Protocol):
 
 
 class DraftTracer(Protocol):
-    """Makes the trace spans of a session's drafts."""
+    """Make the trace spans of a session's drafts."""
 
     def start_draft(self) -> None:
         """Start the time of the next draft: the upstream has sent something."""
@@ -179,15 +179,9 @@ class Upstream:
         """Send new nodes. The upstream's credit bounds what may be queued here."""
         if attachment.traced is not None:
             delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
-        self._queue(
-            delta_to_pb(
-                delta,
-                attachment=attachment.number,
-                epoch=attachment.epoch,
-                plan_version=plan_version,
-                exhausted=exhausted,
-            )
-        )
+        number, epoch = attachment.number, attachment.epoch
+        frame = delta_to_pb(delta, attachment=number, epoch=epoch, plan_version=plan_version, exhausted=exhausted)
+        self._queue(frame)
 
     async def close(self) -> None:
         """End the stream."""
@@ -227,17 +221,14 @@ class Upstream:
         attachment.number = self._numbers
         self._numbered[attachment.number] = attachment
         attachment.parts.clear()
-        self._queue(
-            wire.DraftUp(
-                subscribe=wire.Subscribe(
-                    session_id=attachment.session_id,
-                    epoch=attachment.epoch,
-                    attachment=attachment.number,
-                    ticket=attachment.ticket,
-                    features=self._features.digest,
-                )
-            )
+        subscribe = wire.Subscribe(
+            session_id=attachment.session_id,
+            epoch=attachment.epoch,
+            attachment=attachment.number,
+            ticket=attachment.ticket,
+            features=self._features.digest,
         )
+        self._queue(wire.DraftUp(subscribe=subscribe))
 
     async def _run(self) -> None:
         reachable = True

@@ -26,6 +26,8 @@ LONGEST_WAIT_S = 30.0  # longest pause requested by a router that the client wai
 ANSWERS_PAUSE_S = 1.0  # before another stream of answers, when the last one has failed or the router has none
 _PAUSES_S = (0.1, 0.3)  # before the retries of a unary call
 
+Ending = Callable[[str], Coroutine[Any, Any, None]]  # ends a stream, for a reason
+
 
 class Router:
     """The channel to a router. The first call opens it, because a channel belongs to the event loop that runs then."""
@@ -34,9 +36,7 @@ class Router:
         self.address = address
         self.retries = retries
         self.was_reached = False  # at least one call reached a server
-        self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = (
-            set()
-        )  # each ends a running stream, for a reason
+        self.endings: set[Ending] = set()  # of the running streams
         self.metadata = access.metadata  # of every call
         self._access = access
         self._closed = False

@@ -32,7 +32,7 @@ class JsonBounds:
     """Bounds on all JSON of one request together."""
 
     def __init__(self) -> None:
-        self._counted = JsonCounts()
+        self.counted = JsonCounts()
 
     def check(self, field: str, text: str | bytes) -> None:
         """Count a field's JSON. Raises InvalidRequest, which names the field, where the request has more than `MOST`.
@@ -46,16 +46,16 @@ class JsonBounds:
         parts = raw.split(b'"', 2 * MOST.strings + 2)  # outside of strings and inside, in turn
         outside = b'"'.join(parts[::2])
         brackets = outside.translate(None, _OTHERS)
-        before, containers = self._counted, _containers(brackets)
+        before, containers = self.counted, _containers(brackets)
         steps = accumulate(map(_STEPS.__getitem__, brackets[: 2 * MOST.containers]))
-        self._counted = JsonCounts(
+        self.counted = JsonCounts(
             max(steps, default=0),
             before.containers + containers,
             before.strings + len(parts) // 2,
             before.values + outside.count(b",") + containers,
         )
         for kind, most in enumerate(MOST):
-            if self._counted[kind] > most:
+            if self.counted[kind] > most:
                 raise InvalidRequest(field or _excessive_member(parts, kind), f"has more than {most} {_NAMES[kind]}")
 
 

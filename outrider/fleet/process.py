@@ -107,8 +107,8 @@ class Process:
             environment["REDIS_URL"] = redis_url
         self._child = await self._run([self.role, *flags(self.section)], environment)
         self._readers = [
-            asyncio.create_task(self._read(self._child.stdout)),
-            asyncio.create_task(self._read(self._child.stderr)),
+            asyncio.create_task(self.read_output(self._child.stdout)),
+            asyncio.create_task(self.read_output(self._child.stderr)),
         ]
         ready = asyncio.create_task(self._ready.wait())
         ended = asyncio.create_task(self.wait())
@@ -162,7 +162,8 @@ class Process:
             raise RuntimeError(f"{self.name} has not been started")
         return self._child
 
-    async def _read(self, stream: asyncio.StreamReader | None) -> None:
+    async def read_output(self, stream: asyncio.StreamReader | None) -> None:
+        """Read what the server writes, until it ends: its address, and the lines to forward."""
         assert stream is not None
         while True:
             try:

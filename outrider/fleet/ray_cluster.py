@@ -32,9 +32,8 @@ class RayProcessActor:
     def __init__(self, role: Role, name: str, section: Section) -> None:
         import ray
 
-        self._events: asyncio.Queue[Event] = (
-            asyncio.Queue()
-        )  # `_add_line` bounds the lines; there are at most two other events
+        # `_add_line` bounds the lines; there are at most two other events.
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         if isinstance(section, WorkerConfig) and section.tensor_parallel > 1:
             section = section.model_copy(update={"ray": ray.get_runtime_context().gcs_address})
         elif listen := getattr(section, "listen", None):

@@ -40,7 +40,7 @@ OnAnswer = Callable[[Answer], None]
 
 
 class GrammarConnection:
-    """Sends requests to a process, and hands each answer to the callback of its request.
+    """Send requests to a process, and hands each answer to the callback of its request.
 
     It belongs to one thread. Within an event loop, answers are also read as they arrive; `wait` reads them anywhere.
     """
@@ -57,7 +57,7 @@ class GrammarConnection:
         self._received = bytearray()
         self._since = 0.0  # when the process got the oldest request without an answer, or answered the one before
         self._seconds = 0.0  # of the processor that the process had taken with its latest answer
-        self._pid = 0  # 0: the process has not begun
+        self.pid = 0  # 0: the process has not begun
         self._timer: asyncio.TimerHandle | None = None
         try:
             self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -107,13 +107,13 @@ class GrammarConnection:
         self._end(Unavailable("grammar: its process was ended; try again"))
 
     def _end(self, failure: OutriderError) -> None:
-        if self.failure is None and self._pid:
+        if self.failure is None and self.pid:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
         self._fail(failure)
 
     def _identified(self, answer: Answer) -> None:
-        self._pid = int(answer.payload or b"0")
+        self.pid = int(answer.payload or b"0")
 
     def _flush(self) -> None:
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # a lost connection is found by reading
@@ -158,7 +158,7 @@ class GrammarConnection:
 
     def _lost(self) -> None:
         """The process has ended: by its bounds, if it had something to do."""
-        if self._waiting and self._pid:
+        if self._waiting and self.pid:
             self._waiting.popleft()(Answer(b"", 0.0, InvalidRequest("grammar", TOO_MUCH)))
         self._fail(Unavailable("grammar: its process has ended; try again"))
 
@@ -170,10 +170,10 @@ class GrammarConnection:
         if time.monotonic() - self._since >= SILENCE_S:
             self._end(Unavailable(SILENT))
             return
-        if self._pid:
+        if self.pid:
             with suppress(OSError):  # it has just ended
-                if time.clock_gettime(_processor_clock(self._pid)) - self._seconds >= POLITE_S:
-                    os.setpriority(os.PRIO_PROCESS, self._pid, NICE)
+                if time.clock_gettime(_processor_clock(self.pid)) - self._seconds >= POLITE_S:
+                    os.setpriority(os.PRIO_PROCESS, self.pid, NICE)
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def _fail(self, failure: OutriderError) -> None:

@@ -71,7 +71,7 @@ class GrammarPlace(GrammarState):
         to know what may follow before it begins."""
         self.failure: OutriderError | None = None
         self.on_change: Callable[[], None] = _nothing
-        self._connection = connection
+        self.connection = connection
         self._number = number
         self._vocabulary = vocabulary
         self._patience = patience
@@ -100,7 +100,7 @@ class GrammarPlace(GrammarState):
     @property
     def pending(self) -> bool:
         if self._awaits():
-            self._connection.receive()
+            self.connection.receive()
         return self._awaits()
 
     def _awaits(self) -> bool:
@@ -159,7 +159,7 @@ class GrammarPlace(GrammarState):
     def _send(self, on_answer: Callable[[Answer], None], operation: str, *inputs: object) -> None:
         if self.failure is None and self._leave.alive:
             self._unanswered += 1
-            self._connection.send(on_answer, operation, self._number, *inputs)
+            self.connection.send(on_answer, operation, self._number, *inputs)
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for an answer. Raises GrammarDelayed where there is none in time, unless lenient."""
@@ -168,7 +168,7 @@ class GrammarPlace(GrammarState):
         if self.failure is None and not (self._lenient and self.slow):
             began, patience = time.monotonic(), self._patience
             seconds = None if patience is None else patience.left()
-            in_time = self._connection.wait(seconds, lambda: until() or self.failure is not None)
+            in_time = self.connection.wait(seconds, lambda: until() or self.failure is not None)
             if patience is not None:
                 patience.spend(time.monotonic() - began)
             if not in_time:

@@ -85,7 +85,7 @@ class FairQueue(Generic[ItemT]):
     def __init__(self) -> None:
         self._classes: dict[QueueClass, dict[str, _Line[ItemT]]] = {kind: {} for kind in QueueClass}
         self._arrivals = count()
-        self._served: dict[str, float] = {}  # tokens served, by tenant
+        self.served: dict[str, float] = {}  # tokens, by tenant
         self._floor = 0.0  # the counter of the tenant that was served last
 
     def __len__(self) -> int:
@@ -113,8 +113,8 @@ class FairQueue(Generic[ItemT]):
         """Add a request."""
         if not any(ticket.tenant in tenants for tenants in self._classes.values()):
             present = {tenant for tenants in self._classes.values() for tenant in tenants}
-            floor = min((self._served[tenant] for tenant in present), default=self._floor)
-            self._served[ticket.tenant] = max(self._served.get(ticket.tenant, 0.0), floor)
+            floor = min((self.served[tenant] for tenant in present), default=self._floor)
+            self.served[ticket.tenant] = max(self.served.get(ticket.tenant, 0.0), floor)
         line = self._classes[ticket.priority].setdefault(ticket.tenant, _Line())
         line.push(ticket, next(self._arrivals), item)
 
@@ -123,11 +123,11 @@ class FairQueue(Generic[ItemT]):
         for tenants in self._classes.values():
             able = [tenant for tenant, line in tenants.items() if eligible(line.waiting[0].ticket)]
             if able:
-                tenant = min(able, key=self._served.__getitem__)
+                tenant = min(able, key=self.served.__getitem__)
                 _, _, ticket, item = tenants[tenant].waiting[0]
                 tenants[tenant].serve(ticket)
                 self.remove(ticket, item)
-                self._floor = self._served[tenant]
+                self._floor = self.served[tenant]
                 self.charge(tenant, ticket.tokens)
                 return item
         return None
@@ -141,8 +141,8 @@ class FairQueue(Generic[ItemT]):
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Add tokens to a tenant's counter; a negative number corrects an estimate that was too high."""
-        self._served[tenant] = self._served.get(tenant, self._floor) + tokens
-        if len(self._served) > MAX_TENANTS:
-            idle = self._served.keys() - {name for tenants in self._classes.values() for name in tenants}
+        self.served[tenant] = self.served.get(tenant, self._floor) + tokens
+        if len(self.served) > MAX_TENANTS:
+            idle = self.served.keys() - {name for tenants in self._classes.values() for name in tenants}
             if idle:
-                del self._served[min(idle, key=self._served.__getitem__)]
+                del self.served[min(idle, key=self.served.__getitem__)]

@@ -46,22 +46,13 @@ class CallRates:
     """The rates of calls. They are checked before any other work is done for a call, so that refusing costs little."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
-        per_s, per_min, of_address = (
-            config.tenant_requests_per_s,
-            config.tenant_tokens_per_min,
-            config.address_requests_per_s,
-        )
+        per_s, per_min = config.tenant_requests_per_s, config.tenant_tokens_per_min
+        of_address = config.address_requests_per_s
         self._addresses = TokenBuckets(of_address, max(1.0, of_address), clock) if of_address else None
-        rates = (
-            {
-                "generations": per_s,
-                "others": per_s,
-                "checks": max(per_s, CHECKS_PER_S),
-                "endings": max(per_s, ENDINGS_PER_S),
-            }
-            if per_s
-            else {}
-        )
+        rates: dict[str, float] = {}
+        if per_s:
+            rates = {"generations": per_s, "others": per_s}
+            rates |= {"checks": max(per_s, CHECKS_PER_S), "endings": max(per_s, ENDINGS_PER_S)}
         self._calls = {kind: TokenBuckets(rate, max(1.0, rate), clock) for kind, rate in rates.items()}
         self.tokens = TokenBuckets(per_min / 60, per_min, clock) if per_min else None  # tokens that slots spend
 

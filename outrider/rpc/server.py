@@ -37,7 +37,7 @@ HANDSHAKE_MS = 10_000  # time for TLS and HTTP/2 to agree on a connection
 IDLE_MS = 600_000  # a caller's connection without a call is closed after this time
 PING_STRIKES = 1000  # pings within half a second of another, without an answer in between, until a caller is cut off
 
-_SERVER: Options = (
+SERVER_OPTIONS: Options = (
     *LIVENESS,
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
@@ -161,7 +161,7 @@ def _server(limits: ServerLimits, options: Options, judge: JudgedCalls | None = 
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
     )
-    kept = [option for option in _SERVER if option[0] != "grpc.max_receive_message_length"]
+    kept = [option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"]
     return grpc.aio.server(
         options=(*kept, *options, *bounds),
         interceptors=(BoundedRequests(),) if judge is None else (judge, BoundedRequests()),

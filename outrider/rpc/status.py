@@ -29,7 +29,7 @@ RETRY_KEY = "retry-after-ms"
 _ABORT_S = 0.3  # how long the write of a status may take
 _MAX_DETAILS = 1024  # characters; a longer text does not fit into HTTP/2 trailers
 
-_CODES: dict[type[OutriderError], grpc.StatusCode] = {
+CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.TokenizerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -48,8 +48,8 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.UNIMPLEMENTED,  # another program answers at a configured address
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-_BY_NAME = {kind.__name__: kind for kind in _CODES}
-_BY_CODE = {code: kind for kind, code in _CODES.items() if kind.__base__ is OutriderError}
+_BY_NAME = {kind.__name__: kind for kind in CODES}
+BY_CODE = {code: kind for kind, code in CODES.items() if kind.__base__ is OutriderError}
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
 
 def code_of(error: OutriderError) -> grpc.StatusCode:
     """Return the status code for an error."""
-    return _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    return CODES.get(type(error), grpc.StatusCode.INTERNAL)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
@@ -121,7 +121,7 @@ def is_from_outrider(error: grpc.aio.AioRpcError) -> bool:
 
 
 def _from_code(code: grpc.StatusCode, details: str) -> OutriderError:
-    kind = _BY_CODE.get(code, errors.InternalError)
+    kind = BY_CODE.get(code, errors.InternalError)
     if kind is errors.Overloaded and "larger than max" in details:  # gRPC's code for an oversized message
         return InvalidRequest("request", details)
     if kind is InvalidRequest:

@@ -28,7 +28,7 @@ Work = Callable[[], Coroutine[Any, Any, object]]
 
 log = logging.getLogger(__name__)
 
-_ends: Counter[str] = Counter()  # unexpected ends of tasks, by name
+unexpected_ends: Counter[str] = Counter()  # of tasks, by name
 
 
 class Tasks:
@@ -50,7 +50,7 @@ class Tasks:
 async def supervising() -> AsyncIterator[Tasks]:
     """Run a server's long-lived tasks beside a body that runs until it is cancelled. One more task measures the lag of
     the event loop. Raises the error of a required task."""
-    register_metric("outrider.tasks.failed", lambda: dict(_ends))
+    register_metric("outrider.tasks.failed", lambda: dict(unexpected_ends))
     async with task_group() as group:
         tasks = Tasks(group)
         tasks.keep_running("loop lag", loop_lag().run)
@@ -62,7 +62,7 @@ async def keep_running(name: str, work: Work) -> None:
     backoff = Backoff(MIN_BACKOFF_S, MAX_BACKOFF_S, steady_s=STEADY_S)
     while True:
         began = time.monotonic()
-        error = await _run_to_end(name, work)
+        error = await run_to_end(name, work)
         backoff.ended_after(time.monotonic() - began)
         _log_end(name, error, f"it is started again in {backoff.next_s:g} s")
         await backoff.wait()
@@ -71,14 +71,14 @@ async def keep_running(name: str, work: Work) -> None:
 async def run_required(name: str, work: Work) -> None:
     """Run `work()` until cancelled. Raises its error, and InternalError if it ends: in a server's task group either
     ends the process."""
-    error = await _run_to_end(name, work)
+    error = await run_to_end(name, work)
     _log_end(name, error, "the process ends, because it cannot work without it")
     raise error
 
 
-async def _run_to_end(name: str, work: Work) -> Exception:
+async def run_to_end(name: str, work: Work) -> Exception:
     """Run the work and return its error. A cancellation is raised only if this task itself is cancelled."""
-    _ends[name] += 0  # a rate in Prometheus needs a zero to start from
+    unexpected_ends[name] += 0  # a rate in Prometheus needs a zero to start from
     try:
         await work()
     except asyncio.CancelledError:
@@ -92,7 +92,7 @@ async def _run_to_end(name: str, work: Work) -> Exception:
 
 
 def _log_end(name: str, error: Exception, consequence: str) -> None:
-    _ends[name] += 1
+    unexpected_ends[name] += 1
     if isinstance(error, OutriderError):
         log.error("task %r: %s; %s", name, error, consequence)
     else:

@@ -31,7 +31,7 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
     fresh, priors.fresh = priors.fresh, AcceptanceCounts()
     try:
         with redis_errors(redis):
-            counts, times = _load(name, await redis.get(_KEY + name))
+            counts, times = load_priors(name, await redis.get(_KEY + name))
             if counts.steps > MAX_STEPS:
                 counts.scale(MAX_STEPS / counts.steps)
             counts.add(fresh)
@@ -48,7 +48,7 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
             average.observe(times[kind])
 
 
-def _load(name: str, stored: bytes | str | None) -> tuple[AcceptanceCounts, dict[str, float]]:
+def load_priors(name: str, stored: bytes | str | None) -> tuple[AcceptanceCounts, dict[str, float]]:
     """Decode stored priors; empty priors for what cannot be decoded."""
     if stored is None:
         return AcceptanceCounts(), {}

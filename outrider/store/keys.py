@@ -68,7 +68,7 @@ class Keys:
             raise InvalidRequest("expires", "must lie in the future")
         await self.clock.read(self._redis)
         secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), self.clock.now()
-        digest = _digest(secret)
+        digest = secret_digest(secret)
         key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s)
         with redis_errors(self._redis):
             await self._redis.hset(_KEYS, digest, json.dumps(asdict(key)))
@@ -91,12 +91,12 @@ class Keys:
     async def find(self, secret: str) -> ApiKey:
         """Return the key with this secret, as it was at most `CACHE_S` ago. Raises Unauthenticated, and Overloaded for
         an unknown key while too many others are looked up."""
-        digest = _digest(secret)
+        digest = secret_digest(secret)
         key, until = self._known.get(digest, (None, 0.0))
         if key is None or until < time.monotonic():
             with nullcontext() if key is not None else self._lookups.hold(), redis_errors(self._redis):
                 blob: Any = await self._redis.hget(_KEYS, digest)
-            key = None if blob is None else _load(blob)
+            key = None if blob is None else load_key(blob)
             self._remember(digest, key)
         if key is None or key.expired(self.clock.now()):
             raise Unauthenticated("this API key is unknown, expired or revoked; `outrider keys add` makes another one")
@@ -105,7 +105,7 @@ class Keys:
     async def _all(self) -> list[tuple[str, ApiKey]]:
         with redis_errors(self._redis):
             entries: Any = await self._redis.hgetall(_KEYS)
-        return [(digest.decode(), _load(blob)) for digest, blob in entries.items()]
+        return [(digest.decode(), load_key(blob)) for digest, blob in entries.items()]
 
     def _remember(self, digest: str, key: ApiKey | None) -> None:
         """Cache existing keys only: callers could make up any number of unknown ones."""
@@ -116,11 +116,11 @@ class Keys:
                 del self._known[next(iter(self._known))]
 
 
-def _digest(secret: str) -> str:
+def secret_digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _load(blob: bytes) -> ApiKey:
+def load_key(blob: bytes) -> ApiKey:
     values = load_object(blob, what := "an API key's entry")
     with decoding(what):
         expires = values["expires"]

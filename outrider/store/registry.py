@@ -110,7 +110,8 @@ class Registry:
         """List the worker for `ttl_s` seconds from now, replacing its earlier entry."""
         with redis_errors(self._redis):
             async with self._redis.pipeline() as pipeline:
-                pipeline.set(_WORKER[worker.role] + worker.worker_id, _dump(worker, ttl_s), px=round(ttl_s * 1000))
+                key, entry = _WORKER[worker.role] + worker.worker_id, dump_worker(worker, ttl_s)
+                pipeline.set(key, entry, px=round(ttl_s * 1000))
                 pipeline.sadd(_IDS[worker.role], worker.worker_id)
                 await pipeline.execute()
 
@@ -152,7 +153,7 @@ class Registry:
                 expired = [name for (its, name), blob in zip(ids, blobs, strict=True) if its == role and blob is None]
                 if expired:
                     await self._redis.srem(key, *expired)
-        found = (_load(blob, role) for (role, _), blob in zip(ids, blobs, strict=True) if blob)
+        found = (load_worker(blob, role) for (role, _), blob in zip(ids, blobs, strict=True) if blob)
         return [entry for entry in found if entry is not None]
 
 
@@ -230,11 +231,11 @@ async def _withdraw(registry: Registry, worker: Worker) -> None:
         log.info("could not withdraw; the entry expires by itself")
 
 
-def _dump(worker: Worker, ttl_s: float) -> str:
+def dump_worker(worker: Worker, ttl_s: float) -> str:
     return json.dumps(asdict(worker) | {"tokenizer_digest": worker.tokenizer_digest.hex(), "ttl_s": ttl_s})
 
 
-def _load(blob: bytes, listed_as: Role) -> _WorkerEntry | None:
+def load_worker(blob: bytes, listed_as: Role) -> _WorkerEntry | None:
     try:
         values = load_object(blob, "a worker's entry")
         # A newer worker may send fields unknown here, an older one fewer.

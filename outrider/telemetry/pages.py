@@ -53,7 +53,7 @@ def serving(listen: str, registry: CollectorRegistry, pages: Mapping[str, Page])
     """Serve while the body runs. Yield the bound "host:port". Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     try:
-        server = make_server(host.strip("[]"), int(port), _app(registry, pages), _PageServer, _Handler)
+        server = make_server(host.strip("[]"), int(port), _app(registry, pages), _PageServer, PageHandler)
     except OSError as error:
         raise ConfigError(f"metrics: cannot bind {listen} ({error.strerror or error}); choose a free port") from None
     thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
@@ -142,8 +142,8 @@ class _PageServer(ThreadingWSGIServer):
                     request.shutdown(socket.SHUT_RDWR)  # its thread reads the end of the stream, or cannot write
 
 
-class _Handler(WSGIRequestHandler):
-    """Closes idle connections, and logs no requests."""
+class PageHandler(WSGIRequestHandler):
+    """Close idle connections, and logs no requests."""
 
     timeout = IDLE_TIMEOUT_S
 

@@ -69,9 +69,9 @@ class Training:
         )
         self._student, self._optimizer = self._accelerator.prepare(setup.student, optimizer)
         if self.resumed:
-            states.restore(self._state_folder, self._plain, self._optimizer)
+            states.restore(self._state_folder, self.student, self._optimizer)
 
-        self._task = task_of(recipe, setup, self._device)
+        self.task = task_of(recipe, setup, self._device)
         self._windows = Windows(setup.corpus.train, recipe.window, recipe.seed)
         self._held_out = self._held_out_evaluation(on_progress) if self.leads else None
         self._records = TrainingRecords(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
@@ -127,13 +127,13 @@ class Training:
                     f"smaller one than {self._recipe.learning_rate:g}, or a longer --warm-up"
                 )
         if self._held_out is not None and self._records is not None:
-            self._measured = self._held_out.measure(self._task, self._plain)
+            self._measured = self._held_out.measure(self.task, self.student)
             self._records.add(self.progress)
 
     @torch.no_grad()
     def acceptance(self, texts: TargetTexts) -> float:
         """Return the student's acceptance length on other texts of the target."""
-        return self._task.acceptance(self._plain.eval(), texts)
+        return self.task.acceptance(self.student.eval(), texts)
 
     def save(self) -> None:
         """Measure, and save the training state and the student. Do nothing if this step was saved already."""
@@ -143,9 +143,9 @@ class Training:
         self._saved_step = self._state.step
         self._accelerator.wait_for_everyone()
         if self.leads:
-            states.save(self._state_folder, self._state, self._plain, self._optimizer)
+            states.save(self._state_folder, self._state, self.student, self._optimizer)
             write_result(
-                self._recipe, self._task, self._plain, self._setup.tokenizer_folder, self._state, self._measured
+                self._recipe, self.task, self.student, self._setup.tokenizer_folder, self._state, self._measured
             )
         self._saved_at = time.monotonic()
 
@@ -178,7 +178,7 @@ class Training:
         torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # for dropout, if a model has any
         windows = self._windows.batch(number * recipe.batch, recipe.batch).to(self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
-            return self._task.loss(self._student, self._plain, self._state.step, windows)
+            return self.task.loss(self._student, self.student, self._state.step, windows)
 
     def _due(self) -> bool:
         """Return whether it is time to save. All processes return the same answer."""
@@ -199,7 +199,8 @@ class Training:
         return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, on_progress=on_progress)
 
     @property
-    def _plain(self) -> Any:
+    def student(self) -> Any:
+        """The model that learns, without what trains it in several processes."""
         return self._accelerator.unwrap_model(self._student)
 
     @property

@@ -77,9 +77,8 @@ class DrafterRecipe(TrainingRecipe):
 
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these layers of the target, counted from 0
     start: Path | None = None  # or start from this checkpoint, which has the target's tokenizer
-    width: int | None = Field(
-        default=None, ge=8
-    )  # or start from random weights, with this width of the residual stream
+    # Or start from random weights, with this width of the residual stream.
+    width: int | None = Field(default=None, ge=8)
     depth: int = Field(default=2, ge=1)  # layers, with `width`
     heads: int = Field(default=8, ge=1)  # attention heads, with `width`
     kv_heads: int | None = Field(default=None, ge=1)  # heads that have keys and values; None: all
@@ -90,9 +89,8 @@ class DrafterRecipe(TrainingRecipe):
     # Few windows, so that there are many steps: after 400,000 tokens accepted drafts are a fifth longer than with 8.
     batch: int = Field(default=2, ge=1)  # windows of a pass, on each device
 
-    on_policy: float = Field(
-        default=0.0, ge=0, le=1
-    )  # share of the steps in which the drafter itself continues the text
+    # Share of the steps in which the drafter itself continues the text.
+    on_policy: float = Field(default=0.0, ge=0, le=1)
     continuation: int = Field(default=64, ge=1)  # tokens that the drafter generates in such a step
 
     @model_validator(mode="after")

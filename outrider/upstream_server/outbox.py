@@ -50,7 +50,7 @@ class UpstreamOutbox:
         self._finishing = False
 
     def queue_control(self, frame: wire.DraftDown) -> None:
-        """Queues a control frame."""
+        """Queue a control frame."""
         self._control.append(frame)
         self._wake.set()
 
@@ -63,7 +63,7 @@ class UpstreamOutbox:
             self._wake.set()
 
     def commit(self, commit: wire.Commit) -> bool:
-        """Queues a commit. Return False when the drafter lags too far: it needs a snapshot."""
+        """Queue a commit. Return False when the drafter lags too far: it needs a snapshot."""
         if commit.tokens:
             self._hints.pop(commit.attachment, None)  # they belong to the previous root
         snapshot = self._snapshots.get(commit.attachment)
@@ -87,20 +87,20 @@ class UpstreamOutbox:
         return True
 
     def hint(self, hints: wire.Hints) -> None:
-        """Queues hints in place of earlier ones; they follow the snapshot, if one is due."""
+        """Queue hints in place of earlier ones; they follow the snapshot, if one is due."""
         if hints.attachment not in self._held:
             self._hints[hints.attachment] = hints
             self._wake.set()
 
     def snapshot(self, attachment: int, begin: Callable[[], Parts]) -> None:
-        """Queues a snapshot in place of all that is queued for the attachment; `begin` makes it when it is sent."""
+        """Queue a snapshot in place of all that is queued for the attachment; `begin` makes it when it is sent."""
         self._commits.pop(attachment, None)
         self._hints.pop(attachment, None)
         self._snapshots[attachment] = _Snapshot(begin)
         self._wake.set()
 
     def close(self, attachment: int, reason: str) -> None:
-        """Queues the end of an attachment: its session is over for the drafter."""
+        """Queue the end of an attachment: its session is over for the drafter."""
         self.forget(attachment)
         self.queue_control(wire.DraftDown(closed=wire.Closed(attachment=attachment, reason=reason)))
 
@@ -129,7 +129,7 @@ class UpstreamOutbox:
         """Return the next frame to write; wait until there is one. None after the end."""
         silent_until = asyncio.get_running_loop().time() + HEARTBEAT_S
         while not self._ended:
-            if frame := self._most_urgent():
+            if frame := self.next_now():
                 return frame
             if self._finishing:
                 break
@@ -154,7 +154,8 @@ class UpstreamOutbox:
             del self._commits[commit.attachment]
         return commits
 
-    def _most_urgent(self) -> wire.DraftDown | None:
+    def next_now(self) -> wire.DraftDown | None:
+        """Return the next frame to write; None when nothing is queued."""
         if commits := self._next_commits():
             return wire.DraftDown(commits=commits) if len(commits) > 1 else wire.DraftDown(commit=commits[0])
         if self._control:

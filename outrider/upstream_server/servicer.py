@@ -248,13 +248,14 @@ class UpstreamServicer:
             message = decode(wire.DraftUp, REQUEST if stream.admitted else BEFORE_A_TICKET, data)
             for frame in message.deltas or (message,):
                 refused = self.refused
-                self._receive(stream, frame)
+                self.receive(stream, frame)
                 refused_in_a_row = refused_in_a_row + 1 if self.refused > refused else 0
                 if refused_in_a_row > MAX_REFUSED:
                     raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
             stream.check()
 
-    def _receive(self, stream: UpstreamStream, frame: wire.DraftUp | wire.TreeDelta) -> None:
+    def receive(self, stream: UpstreamStream, frame: wire.DraftUp | wire.TreeDelta) -> None:
+        """Take a frame of a drafter. A malformed one costs its session the drafter, and no more."""
         if isinstance(frame, wire.TreeDelta):
             self._graft(stream, frame)
             return
@@ -379,7 +380,6 @@ class UpstreamServicer:
             self.refused += 1  # sent before the session's end was received
 
     def _graft(self, stream: UpstreamStream, message: wire.TreeDelta) -> None:
-        """Add a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
         subscription = stream.subscriptions.get(message.attachment)
         if subscription is None or subscription.session.epoch != message.epoch:
             self.refused += 1  # sent before the session's end or new owner was known

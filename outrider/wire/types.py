@@ -21,12 +21,12 @@ StepTree = pb.StepTree
 MAX_DEPTH = 1024  # of a token tree
 
 
-def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
+def field_names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
     """Return the fields of a value, which are also those of its message."""
     return tuple(field.name for field in fields(kind))
 
 
-_CONTRACT, _PLAN, _REPORT = _names(Contract), _names(Plan), _names(StepReport)
+_CONTRACT, _PLAN, _REPORT = field_names(Contract), field_names(Plan), field_names(StepReport)
 _figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fields
 
 

@@ -35,7 +35,7 @@ class AnswerStreams:
     """The answer streams of a router's clients."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[str, bytes], _AnswerStream] = {}  # by tenant and name
+        self._streams: dict[tuple[str, bytes], AnswerQueue] = {}  # by tenant and name
         self._limit = ConcurrencyLimit(
             f"a tenant has at most {MAX_STREAMS} streams of answers; requests work without", 2**30, of_key=MAX_STREAMS
         )
@@ -46,7 +46,7 @@ class AnswerStreams:
             key = tenant, await _name(requests)
             if key in self._streams:
                 raise InvalidRequest("stream", "this name is in use; draw 16 random bytes for each stream")
-            stream = self._streams[key] = _AnswerStream()
+            stream = self._streams[key] = AnswerQueue()
             try:
                 await stream.run(requests, context.write)
             finally:
@@ -101,10 +101,8 @@ class AnswerWriter:
             return
         try:
             await self._context.write(message)
-        except (
-            grpc.aio.InternalError,
-            grpc.aio.UsageError,
-        ):  # the call ended during the write; that we are cancelled follows in a moment
+        except (grpc.aio.InternalError, grpc.aio.UsageError):
+            # The call ended during the write; that we are cancelled follows in a moment.
             raise Cancelled("the client has gone") from None
 
     @property
@@ -128,7 +126,7 @@ class AnswerWriter:
             self._lane.close()
 
 
-class _AnswerStream:
+class AnswerQueue:
     """One stream: a queue of events, which its only writer empties into one message after the other."""
 
     def __init__(self) -> None:
@@ -201,7 +199,7 @@ class _AnswerStream:
 class _Lane:
     """The way of one call's events on a stream. Counts the bytes of messages."""
 
-    def __init__(self, stream: _AnswerStream, handle: int) -> None:
+    def __init__(self, stream: AnswerQueue, handle: int) -> None:
         self.handle = handle
         self.changed = asyncio.Event()  # the client has taken, or the stream has written, more of it
         self.closed = False

@@ -51,7 +51,7 @@ class Admission:
         self._config = config
         self._capacity = capacity
         self._jitter = jitter
-        self._queues: dict[str, FairQueue[_Waiter]] = {}  # by model
+        self.queues: dict[str, FairQueue[_Waiter]] = {}  # by model
         self._held: Counter[str] = Counter()  # slots in use, by model
         self._tenants: Counter[str] = Counter()  # slots in use, by tenant
         self._closed = False
@@ -65,7 +65,7 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Queued requests."""
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self.queues.values()))
 
     def has_waiter_for(self, ticket: AdmissionTicket) -> bool:
         """Return whether a queued request could use the slot of this ticket."""
@@ -75,12 +75,12 @@ class Admission:
         def could_use(other: AdmissionTicket) -> bool:
             return self._eligible(other) or (limit is not None and other.tenant == ticket.tenant)
 
-        queues = self._queues.items()
+        queues = self.queues.items()
         return any(queue.has_any(could_use) for model, queue in queues if full or model == ticket.model)
 
     def depths(self) -> dict[str, float]:
         """Return the number of queued requests by priority. May be called in another thread."""
-        queues = tuple(self._queues.values())
+        queues = tuple(self.queues.values())
         return {kind.name.lower(): float(sum(queue.waiting(kind) for queue in queues)) for kind in QueueClass}
 
     @asynccontextmanager
@@ -103,7 +103,7 @@ class Admission:
 
     def dispatch(self) -> None:
         """Grant free slots to the next queued requests."""
-        for model, queue in self._queues.items():
+        for model, queue in self.queues.items():
             while self._has_room(model) and (waiter := queue.pop(self._eligible)) is not None:
                 self._grant(waiter.ticket)
                 waiter.granted.set_result(None)
@@ -111,7 +111,7 @@ class Admission:
     def close(self) -> None:
         """Refuse all requests with Moved from now on, also the queued ones."""
         self._closed = True
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             while (waiter := queue.pop(lambda ticket: True)) is not None:
                 waiter.granted.set_exception(Moved(SHUTTING_DOWN))
 
@@ -119,7 +119,7 @@ class Admission:
         """Wait for a slot. `refused`: the verifier's refusal, if one gave the last slot back."""
         if self._closed:
             raise Moved(SHUTTING_DOWN)
-        queue = self._queues.setdefault(ticket.model, FairQueue())
+        queue = self.queues.setdefault(ticket.model, FairQueue())
         ahead = queue.count_ahead(ticket)
         waiter = _Waiter(ticket, asyncio.get_running_loop().create_future())
         queue.push(ticket, waiter)
@@ -195,7 +195,7 @@ class Admission:
         self._held[ticket.model] -= 1
         self._tenants[ticket.tenant] -= 1
         self._tenants += Counter()  # drops tenants without slots
-        self._queues.setdefault(ticket.model, FairQueue()).charge(ticket.tenant, -unspent)
+        self.queues.setdefault(ticket.model, FairQueue()).charge(ticket.tenant, -unspent)
 
 
 class AnswerLimit(ConcurrencyLimit):

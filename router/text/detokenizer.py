@@ -41,9 +41,8 @@ class Detokenizer:
         self._silent = {*silent, *special}
         self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
         self._settled_text = self._decode(self._settled)
-        if self._settled_text.endswith(
-            REPLACEMENT
-        ):  # the prompt ends inside a character, whose part stays in the prompt
+        # If the prompt ends inside a character, this part stays in the prompt.
+        if self._settled_text.endswith(REPLACEMENT):
             self._settled, self._settled_text = [], ""
         self._open: list[int] = []  # tokens whose text is still held back
 
@@ -69,7 +68,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text at the first stop string; holds back text that may become one."""
+    """End a text at the first stop string; holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops

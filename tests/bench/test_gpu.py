@@ -221,7 +221,7 @@ def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
     run = GpuRun(
         "cpu", "float32", "off", (1.0,), (1,), {}, 70, 8, 1, None, MODELS, MODELS.parent / "examples" / "held_out.jsonl"
     )
-    prompts = run._prompts(5)
+    prompts = run.prompts_of(5)
     assert [len(prompt) for prompt in prompts] == [70] * 5
     assert len({tuple(prompt) for prompt in prompts}) == 5
 

@@ -28,6 +28,6 @@ async def test_windows_of_real_verifiers_in_two_clusters_and_in_one() -> None:
 
     found: list[Round] = []
     models = Path("models")
-    await neighbours._measure(models / "target", models / "drafter", 3, 1, None, load, found)
+    await neighbours.measure_rounds(models / "target", models / "drafter", 3, 1, None, load, found)
     (measured,) = found  # the first round is not counted
     assert all(speed > 0 for speeds in measured for speed in speeds)

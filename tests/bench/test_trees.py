@@ -81,7 +81,8 @@ def test_under_shared_noise_the_targets_own_tokens_count_as_far_as_the_tree_has_
 
 
 def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
-    rows = PathRows(load(MODELS / "drafter"))
+    engine = load(MODELS / "drafter")
+    rows = PathRows(engine)
     text = list(range(10, 40))
     rows.read(text)
     for place in (29, 15, 9):
@@ -89,7 +90,7 @@ def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
         rows.fetch([(5, 6), (5, 7, 8), (9,)])
         for path in [(), (5,), (5, 7, 8), (9,), (9, 4)]:
             found = rows.after(path)
-            plain = PathRows(rows._engine).read([*text[: place + 1], *path])[-1]  # overwrites the text: read it anew
+            plain = PathRows(engine).read([*text[: place + 1], *path])[-1]  # overwrites the text: read it anew
             assert np.abs(found - plain).max() < 1e-3
             rows.read(text)
             rows.root(place)

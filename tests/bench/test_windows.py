@@ -38,7 +38,7 @@ async def test_windows_of_a_real_cluster_whose_drafters_go_and_come_back(monkeyp
     monkeypatch.setattr(windows, "shifting_loads", lambda _: iter(loads))
     figures: list[WindowFigures] = []
     models = Path("models")
-    await windows._measure(models / "target", models / "drafter", {"code": [(1, 2, 3)]}, 6, 1, figures)
+    await windows.measure_windows(models / "target", models / "drafter", {"code": [(1, 2, 3)]}, 6, 1, figures)
     assert [it.load for it in figures] == [load for load in loads for _ in range(windows.STRETCH)]
     assert all(min(it.ours, it.before, it.after) > 0.0 for it in figures)
     assert all(it.control.arms.total() and it.control.least_budget_s <= 0.1 for it in figures)

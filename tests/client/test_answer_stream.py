@@ -12,6 +12,7 @@ import pytest
 import outrider
 from outrider.client import _calls, _router
 from outrider.errors import Cancelled, InternalError, Unavailable
+from outrider.v1 import inference_pb2 as pb
 from router.api.answer_streams import WINDOW_BYTES
 from tests.client.conftest import ScriptedRouter
 from tests.router import fakes
@@ -26,31 +27,113 @@ async def client_of(redis_url: str, monkeypatch: pytest.MonkeyPatch, **verifying
         yield client
 
 
-def answers_of(client: outrider.AsyncClient) -> Any:
-    return client._router._answers
+class Seen:
+    """What the clients of a test have opened."""
+
+    def __init__(self) -> None:
+        self.streams: list[SeenStream] = []
+        self.calls: list[SeenCall] = []
+        self.read: list[SeenRead] = []
+
+    @property
+    def stream(self) -> SeenStream | None:
+        """The stream of answers that runs."""
+        return self.streams[-1] if self.streams and self.streams[-1].running else None
 
 
-def answers_come(client: outrider.AsyncClient) -> bool:
-    """Return whether the stream of answers has brought events."""
-    answers = answers_of(client)
-    return answers is not None and any(call._on_stream for call in answers._calls.values())
+class SeenStream(_calls.AnswerStream):
+    """A stream of answers that shows its calls."""
+
+    def __init__(self, call: Any, on_end: Any) -> None:
+        super().__init__(call, on_end)
+        self.call = call
+        self.calls: dict[int, Any] = {}  # those that run
+
+    def add(self, call: Any) -> int:
+        handle = super().add(call)
+        self.calls[handle] = call
+        return handle
+
+    def remove(self, handle: int) -> None:
+        super().remove(handle)
+        self.calls.pop(handle, None)
 
 
-async def test_one_generation_at_a_time_needs_no_stream(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class SeenCall(_calls.RoutedCall):
+    """A call that shows the events which its stream has brought, and how many its reader has taken."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.events: list[pb.GenerateResponse] = []
+        self.taken = 0
+        super().__init__(*arguments)
+
+    def receive(self, event: pb.GenerateResponse) -> None:
+        self.events.append(event)
+        super().receive(event)
+
+    async def next(self) -> pb.GenerateResponse | None:
+        event = await super().next()
+        self.taken += 1
+        return event
+
+
+class SeenRead(_calls.PlainCall):
+    """The reading of a call itself, which shows how many events it has brought, and whether it is over."""
+
+    events = 0
+    over = False
+
+    async def next(self) -> pb.GenerateResponse | None:
+        event: pb.GenerateResponse | None = None
+        try:
+            event = await super().next()
+        finally:
+            self.over = event is None
+            self.events += event is not None
+        return event
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen()
+
+    def stream(*arguments: Any) -> SeenStream:
+        seen.streams.append(SeenStream(*arguments))
+        return seen.streams[-1]
+
+    def call(*arguments: Any) -> SeenCall:
+        seen.calls.append(SeenCall(*arguments))
+        return seen.calls[-1]
+
+    def read(*arguments: Any) -> SeenRead:
+        seen.read.append(SeenRead(*arguments))
+        return seen.read[-1]
+
+    monkeypatch.setattr(_calls, "PlainCall", read)
+    monkeypatch.setattr(_router, "AnswerStream", stream)
+    monkeypatch.setattr(_router, "RoutedCall", call)
+    return seen
+
+
+async def test_one_generation_at_a_time_needs_no_stream(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
     async with client_of(redis_url, monkeypatch) as client:
         for _ in range(2):
             assert (await client.generate("a", max_tokens=20)).token_ids == tuple(script(20))
-            assert answers_of(client) is None
+            assert seen.stream is None
 
 
-async def test_several_share_a_stream_and_each_is_whole(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_share_a_stream_and_each_is_whole(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
     async with client_of(redis_url, monkeypatch) as client:
         running = [asyncio.create_task(client.generate("a", max_tokens=100, logprobs=2)) for _ in range(8)]
         results = await asyncio.gather(*running)
-        assert answers_of(client) is not None
+        assert seen.stream is not None
         assert {result.token_ids for result in results} == {tuple(script(100))}
         assert {result.resumes for result in results} == {0}
-        assert not answers_of(client)._calls
+        assert not seen.stream.calls
 
 
 async def test_a_long_answer_goes_on_past_the_window(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,18 +143,19 @@ async def test_a_long_answer_goes_on_past_the_window(redis_url: str, monkeypatch
         assert {result.resumes for result in results} == {0}
 
 
-async def test_a_stream_that_nobody_reads_holds_up_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_nobody_reads_holds_up_no_other(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
     async with client_of(redis_url, monkeypatch, stride=16) as client:
         first = asyncio.create_task(client.generate("a", max_tokens=40_000))
         await asyncio.sleep(0.1)
         unread = client.stream("a", max_tokens=40_000, logprobs=20)
         chunks = aiter(unread)
         received = [*(await anext(chunks)).token_ids]
+        call = seen.calls[-1]
         assert (await client.generate("a", max_tokens=2_000, logprobs=20)).token_ids == tuple(script(2_000))
-        call = unread._call
-        assert isinstance(call, _calls.RoutedCall)
         await asyncio.sleep(0.3)
-        held = [event.ByteSize() for event in call._events]
+        held = [event.ByteSize() for event in call.events[call.taken :]]
         assert sum(held) <= WINDOW_BYTES + max(held)
         while len(received) < 2_000:  # then it is read after all
             received += (await anext(chunks)).token_ids
@@ -80,39 +164,45 @@ async def test_a_stream_that_nobody_reads_holds_up_no_other(redis_url: str, monk
         first.cancel()
 
 
-async def test_streams_go_on_when_the_stream_of_answers_breaks(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_go_on_when_the_stream_of_answers_breaks(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
     monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 0.05)
     async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
         running = [asyncio.create_task(client.generate("a", max_tokens=300)) for _ in range(6)]
         for _ in range(2):
-            await until(lambda: answers_come(client))  # a call whose events have not come on it goes on by itself
-            broken = answers_of(client)
-            broken._call.cancel()
-            await until(lambda broken=broken: answers_of(client) is not broken)  # type: ignore[misc]
+            await until(
+                lambda: seen.stream is not None and any(call.events for call in seen.stream.calls.values())
+            )  # a call whose events have not come on it goes on by itself
+            broken = seen.stream
+            assert broken is not None
+            broken.call.cancel()
+            await until(lambda broken=broken: seen.stream is not broken)  # type: ignore[misc]
         results = await asyncio.gather(*running)
         assert {result.token_ids for result in results} == {tuple(script(300))}
         assert max(result.resumes for result in results) >= 1
 
 
-async def test_leaving_a_stream_cancels_it_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_a_stream_cancels_it_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
         staying = asyncio.create_task(client.generate("a", max_tokens=100))
         await asyncio.sleep(0.05)
         async with client.stream("a", max_tokens=10_000) as leaving:
             await anext(aiter(leaving))
-            assert isinstance(leaving._call, _calls.RoutedCall)
+            assert seen.stream is not None
+            assert seen.calls[-1] in seen.stream.calls.values()
         session = await client.get_session(leaving.session_id)
         assert session.finish_reason is outrider.FinishReason.CANCELLED
         assert (await staying).token_ids == tuple(script(100))
-        assert not answers_of(client)._calls
+        assert not seen.stream.calls
 
 
 async def test_closing_the_client_ends_streams_and_their_stream(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
         running = [asyncio.create_task(client.generate("a", max_tokens=10_000)) for _ in range(3)]
-        await until(lambda: answers_of(client) is not None)
+        await until(lambda: seen.stream is not None)
         await asyncio.sleep(0.1)
         await client.close()
         results = await asyncio.gather(*running, return_exceptions=True)
@@ -120,7 +210,7 @@ async def test_closing_the_client_ends_streams_and_their_stream(
 
 
 async def test_a_stream_without_calls_is_closed_and_opened_again(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     monkeypatch.setattr(_calls, "IDLE_S", 0.1)
     async with client_of(redis_url, monkeypatch) as client:
@@ -128,14 +218,14 @@ async def test_a_stream_without_calls_is_closed_and_opened_again(
             results = await asyncio.gather(*(client.generate("a", max_tokens=50) for _ in range(3)))
             assert {result.token_ids for result in results} == {tuple(script(50))}
             assert {result.resumes for result in results} == {0}
-            used = answers_of(client)
+            used = seen.stream
             assert used is not None
-            await until(lambda: answers_of(client) is None)
+            await until(lambda: seen.stream is None)
             assert not used.running
 
 
 async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_once(
-    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 60.0)
     async with outrider.AsyncClient(router.address) as client:
@@ -143,24 +233,22 @@ async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_o
             results = await asyncio.gather(*(client.generate("hello") for _ in range(4)))
             assert len({result.text for result in results}) == 1
             assert {result.resumes for result in results} == {0}
-            await until(lambda: answers_of(client) is None)
+            await until(lambda: seen.stream is None)
         assert router.streams == 1
 
 
-async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: ScriptedRouter) -> None:
+async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: ScriptedRouter, seen: Seen) -> None:
     async with outrider.AsyncClient(router.address) as client, client.stream("endless") as first:
         await anext(aiter(first))
         async with client.stream("endless") as unread:
             chunks = aiter(unread)
             await anext(chunks)
-            call = unread._call
-            assert isinstance(call, _calls.RoutedCall)
             await asyncio.sleep(0.3)  # meanwhile a hundred more are sent
-            assert len(call._events) == _calls.MAX_HELD
+            assert seen.read[-1].events - seen.calls[-1].taken == _calls.MAX_HELD
             for _ in range(300):  # tokens continue one another, or an error is raised
                 await anext(chunks)
             await asyncio.sleep(0.1)
-        await until(call._reading.done)
+        await until(lambda: seen.read[-1].over)
 
 
 async def test_the_last_events_may_come_behind_the_end_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,13 +282,25 @@ async def test_the_timeout_is_for_all_calls_together(router: ScriptedRouter, mon
     assert time.monotonic() - begin < 2
 
 
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Have streams pause for two seconds before a further call. The event is set when one begins to."""
+    pausing = asyncio.Event()
+
+    def jittered(pause_s: float) -> float:
+        pausing.set()
+        return 2.0
+
+    monkeypatch.setattr(_stream, "jittered", jittered)
+    return pausing
+
+
 async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 2.0)
+    pausing = long_pauses(monkeypatch)
     router.faults = iter([Fault(2)])
     async with outrider.AsyncClient(router.address) as client:
         stream = client.stream("hello")
         reader = asyncio.create_task(read(stream))
-        await until(lambda: stream._resumes)
+        await asyncio.wait_for(pausing.wait(), 5)
         begin = time.monotonic()
         await stream.cancel()
         with pytest.raises(errors.Cancelled, match="the generation was cancelled"):
@@ -300,12 +312,12 @@ async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, mon
 async def test_closing_the_client_during_a_pause_ends_it_at_once(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 2.0)
+    pausing = long_pauses(monkeypatch)
     router.faults = iter([Fault(2)])
     client = outrider.AsyncClient(router.address)
     stream = client.stream("hello")
     reader = asyncio.create_task(read(stream))
-    await until(lambda: stream._resumes)
+    await asyncio.wait_for(pausing.wait(), 5)
     begin = time.monotonic()
     await client.close()
     with pytest.raises(errors.Cancelled, match="the client was closed"):
@@ -459,11 +471,17 @@ async def test_a_connection_that_is_cut_costs_nothing_even_before_anything_came(
         proxy.cut()
         await until(lambda: len(router.requests) == 2)
         waiting.cancel()
-        reader = asyncio.create_task(read(stream := client.stream("endless", timeout=20)))
-        await until(lambda: len(stream._chunks) > 5)
+        stream, chunks = client.stream("endless", timeout=20), list[outrider.Chunk]()
+
+        async def read_chunks() -> None:
+            async for chunk in stream:
+                chunks.append(chunk)
+
+        reader = asyncio.create_task(read_chunks())
+        await until(lambda: len(chunks) > 5)
         proxy.cut()
         await until(lambda: router.resumes)
-        await until(lambda: len(stream._chunks) > 20)
+        await until(lambda: len(chunks) > 20)
         router.answers[-1].reason = 2
         await asyncio.wait_for(reader, 5)
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))

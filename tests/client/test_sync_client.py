@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -150,11 +151,15 @@ def test_an_interrupt_at_any_line_leaves_nothing_that_was_never_awaited(
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_a_client_that_the_garbage_collector_finds_on_its_own_thread_ends(router: ScriptedRouter) -> None:
-    client = outrider.Client(router.address)
+def test_a_client_that_the_garbage_collector_finds_on_its_own_thread_ends(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, others = asyncio.new_event_loop(), {*threading.enumerate()}
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "new_event_loop", lambda: loop)
+        client = outrider.Client(router.address)
     client.generate("hello")
-    thread = client._thread._thread
-    loop = client._thread._loop
+    (thread,) = (it for it in threading.enumerate() if it.name == "outrider-client" and it not in others)
     client.itself = client  # type: ignore[attr-defined]
     del client
     loop.call_soon_threadsafe(gc.collect)

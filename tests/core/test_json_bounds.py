@@ -42,7 +42,7 @@ def counted(value: Any) -> JsonCounts:
 def test_counts_are_those_of_a_parser(document: Any, ascii_only: bool) -> None:
     bounds = JsonBounds()
     bounds.check("x", json.dumps(document, ensure_ascii=ascii_only))
-    assert bounds._counted == counted(document)
+    assert bounds.counted == counted(document)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_error_names_the_member_of_the_body(body: str, member: str, what: st
 def test_as_much_as_the_most_is_allowed_and_no_more(kind: str, text: str) -> None:
     bounds = JsonBounds()
     bounds.check("x", text)
-    assert getattr(bounds._counted, kind) == getattr(MOST, kind)
+    assert getattr(bounds.counted, kind) == getattr(MOST, kind)
     with pytest.raises(InvalidRequest):
         check_json("x", f'["", 1, {text}]')
 

@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from outrider.core.sampling.filters import best_of, keep_sampled, keep_top_p
+from outrider.core.sampling import noise
+from outrider.core.sampling.filters import FloatRow, best_of, keep_sampled, keep_top_p
 from outrider.core.sampling.logprobs import pack
-from outrider.core.sampling.noise import Draw, generation_base, gumbel_row
+from outrider.core.sampling.noise import Draw, NoiseRows, generation_base, gumbel_row
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.errors import InvalidRequest
@@ -269,15 +270,32 @@ def test_while_an_answer_may_not_end_yet_more_counts_than_a_seed_and_a_temperatu
     assert sampler.draw(restricts=False) is not None
 
 
-def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_is_committed() -> None:
-    sampler = Sampler(PLAIN, V, PROMPT, len(PROMPT), compiled=False)
+def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+
+    def counted(seed: int, choice: int, position: int, vocabulary: int) -> FloatRow:
+        computed.append(position)
+        return gumbel_row(seed, choice, position, vocabulary)
+
+    monkeypatch.setattr(noise, "gumbel_row", counted)
+    sampler, dropped = Sampler(PLAIN, V, PROMPT, len(PROMPT), compiled=False), list[int]()
+    forget_below = NoiseRows.forget_below
+    monkeypatch.setattr(NoiseRows, "forget_below", lambda rows, position: dropped.append(position))
     for position in (5, 6, 7):
         sampler.prepare(position)
-    rows = sampler._noise._rows
-    assert [*rows] == [5, 6, 7]
     np.testing.assert_array_equal(sampler.scores(np.zeros(V, np.float32), [1]), gumbel_row(5, 0, 6, V))
+    assert computed == [5, 6, 7]
     sampler.extend([1])
-    assert [*rows] == [6, 7]
+    assert dropped == [6]
+    rows = NoiseRows.of(PLAIN, V)
+    for position in (5, 6):
+        rows.row(position)
+    forget_below(rows, 6)
+    for position in (5, 6):
+        rows.row(position)
+    assert computed == [5, 6, 7, 5, 6, 5]
 
 
 def test_what_is_chosen_at_a_node_is_chosen_by_its_own_noise() -> None:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.sessions.sampled_session import SampledSession
 from outrider.core.construction import CONSTRUCTIONS, Eagle2, KAry
-from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.core.tree.static_trees import depth_of, k_ary_shape
@@ -63,9 +62,9 @@ def test_while_the_upstream_waits_a_drawn_tree_is_as_deep_as_pays() -> None:
     for time_price in (0.0, 30.0, 300.0):
         rig = DrawnRig()
         rig.session.terms = SentTerms(time_price=time_price)
-        chosen = rig.session.next_segment(DrafterFits(), chunk=64, limit=8, context=500, rows=600, level_s=0.01)
-        assert chosen is None or chosen[1] == [rig.session.tree.root]
-        depths.append(depth_of(rig.session._shapes[rig.session.tree.root]))
+        while rig.level(level_s=0.01):
+            pass
+        depths.append(depth_of(shape_of(rig.upstream)))
     assert depths[0] > depths[1] > depths[2]
 
 

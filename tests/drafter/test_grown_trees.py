@@ -117,9 +117,10 @@ async def trees(engine: Counted, contract: Contract) -> list[dict[tuple[int, ...
 def check_candidates(engine: Counted, rig: Rig) -> None:
     """What each node's children were chosen from is what the model computes of the node's path alone."""
     session = rig.session
-    assert len(session._rows) > 10
+    rows = session._rows
+    assert len(rows) > 10
     draw = session.draw(engine)
-    for node, row in session._rows.items():
+    for node, row in rows.items():
         tokens = np.array([*rig.tokens, *session.tree.path(node)])
         alone = Segment(1, 0, tokens, np.arange(len(tokens)), None, 1)
         best = DeviceEngine.sample(engine, [alone], [draw], CANDIDATES).best(0)

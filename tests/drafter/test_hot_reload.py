@@ -41,9 +41,10 @@ class Grower:
 class Rig:
     """A learner whose engines are the names of their folders."""
 
-    def __init__(self, folders: list[Path], versions: Versions) -> None:
+    def __init__(self, folders: list[Path], redis: Any) -> None:
         self.folders = folders
-        self.versions = versions
+        self.redis = redis
+        self.versions = versions = Versions(redis, "drafter")
         self.scheduler = Grower()
         shape = outline(folders[0])
         own = RequiredShape(folders[0], read_tokenizer_digest(folders[0]), shape.vocabulary, shape.context, "")
@@ -77,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest_asyncio.fixture
 async def rig(folders: list[Path], redis_url: str) -> AsyncIterator[Rig]:
     async with aclosing(connect(redis_url)) as client:
-        yield Rig(folders, Versions(client, "drafter"))
+        yield Rig(folders, client)
 
 
 async def test_the_latest_that_was_not_withdrawn_is_drafted_with_and_at_last_the_own_folder(rig: Rig) -> None:
@@ -105,7 +106,7 @@ async def test_other_weights_than_were_published_are_not_drafted_with(rig: Rig) 
 async def test_what_redis_has_forgotten_changes_nothing(rig: Rig) -> None:
     await rig.publish(1)
     await rig.hot_reload.poll()
-    await rig.versions._redis.flushall()
+    await rig.redis.flushall()
     await rig.hot_reload.poll()
     assert (rig.hot_reload.number, rig.scheduler.folders) == (1, [rig.folders[1]])
 

@@ -45,14 +45,14 @@ class Three:
         self.fits = DrafterFits()
         self.upper = TokenTree(PROMPT)
         self.sent: list[str] = []  # origins of what went up
-        self.relay = Relay(Attachment("s", "t", 1, b""), self.session, self, self._forward)
+        self.relay = Relay(Attachment("s", "t", 1, b""), self.session, self, self.forward)
         self.stream = UpstreamStream("below", Heartbeat)
         self.subscription = self.relay.subscribe(self.stream, 1, Calibration())
         self.lower = Mirror(
             MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
         )
 
-    def _forward(self, nodes: Sequence[Node], origin: str, span: bytes) -> None:
+    def forward(self, nodes: Sequence[Node], origin: str, span: bytes) -> None:
         self.session.rescore(nodes, self.fits)
         self._send_up(nodes, origin)
 
@@ -240,9 +240,14 @@ def test_what_is_drawn_from_q_has_no_lower_tier() -> None:
     three = Three(6)
     drawn = Contract(seed=4, max_tokens=100, rule="recursive-rejection")
     snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), drawn, PLAN, 400)
-    relay = Relay(Attachment("s", "t", 1, b""), TopKSession(snapshot, 0, VOCABULARY), three, three._forward)
+    relay = Relay(Attachment("s", "t", 1, b""), TopKSession(snapshot, 0, VOCABULARY), three, three.forward)
     with pytest.raises(Overloaded, match="at most 0"):
         relay.subscribe(three.stream, 2, Calibration())
+
+
+def claims(relay: Relay) -> int:
+    """How many drafters' calibrations a relay keeps."""
+    return len(relay._claims)
 
 
 def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_are() -> None:
@@ -255,12 +260,12 @@ def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_a
     (node,) = three.session.tree.root.children.values()
     for attachment in range(3, 1003):
         three.relay.subscribe(three.stream, attachment, Calibration())
-    assert len(three.relay._claims) <= 3  # the last one's, that before it, and whose node stands
+    assert claims(three.relay) <= 3  # the last one's, that before it, and whose node stands
     three.relay.calibrate([node], None)
     assert claimed.corrected(0.0) < 0.0  # it answers for its node
     three.session.tree.remove(node)
     three.relay.subscribe(three.stream, 1003, Calibration())
-    assert len(three.relay._claims) == 1
+    assert claims(three.relay) == 1
     three.relay.calibrate([node], None)  # its pass had begun before it was removed
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+import pytest_asyncio
 
 from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.upstreams import upstream as upstreams
@@ -13,41 +15,56 @@ from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.contract import Contract, Plan
 from outrider.v1 import drafter_pb2 as pb
 from outrider.wire.types import contract_to_pb, plan_to_pb
+from tests.drafter.fake_stream import FakeStream
 
 
 class Rig:
-    """A drafter's stream that is open, with one session; its frames are put in here. It must not get to its event
-    loop, where it would connect."""
+    """A drafter's stream that is open, with one session; the upstream's frames are put in here."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refused = 0
         self.attachment = Attachment("s", "", 1, b"")
+        self.stream = FakeStream(monkeypatch)
         self.scheduler = NgramScheduler(Lookups("suffix", None), slots=1, send=lambda *_: None, resync=self._resync)
         self.upstream = Upstream("127.0.0.1:1", pb.Hello(vocabulary=16), self.scheduler, self._refuse)
-        self.upstream._open = True
+        self._running = asyncio.create_task(self.scheduler.run())
+
+    async def open(self) -> None:
         self.upstream.attach(self.attachment)
+        await self.stream.settle()
 
-    def drift(self) -> None:
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.wait({self._running})
+        await self.upstream.close()
+
+    @property
+    def sent(self) -> list[str | list[int]]:
+        """The messages that went out behind the greeting: a frame's kind, or the attachments of deltas."""
+        assert self.stream.sent[0].WhichOneof("frame") == "hello"
+        return [
+            [delta.attachment for delta in message.deltas] or (message.WhichOneof("frame") or "")
+            for message in self.stream.sent[1:]
+        ]
+
+    async def drift(self) -> None:
         """A snapshot comes that is well formed, and whose digest is another text's."""
-        self.upstream._receive(
-            pb.DraftDown(
-                snapshot=pb.Snapshot(
-                    attachment=self.attachment.number,
-                    epoch=1,
-                    tokens=[1, 2],
-                    last=True,
-                    digest=7,
-                    contract=contract_to_pb(Contract(seed=1, max_tokens=9, temperature=0.0)),
-                    plan=plan_to_pb(Plan(version=1, depth=4, width=2, nodes=6)),
-                )
-            )
+        snapshot = pb.Snapshot(
+            attachment=self.attachment.number,
+            epoch=1,
+            tokens=[1, 2],
+            last=True,
+            digest=7,
+            contract=contract_to_pb(Contract(seed=1, max_tokens=9, temperature=0.0)),
+            plan=plan_to_pb(Plan(version=1, depth=4, width=2, nodes=6)),
         )
-        self.scheduler._serve(self.attachment, self.scheduler.members[self.attachment])
+        await self.stream.receive(pb.DraftDown(snapshot=snapshot))
 
-    def lie(self) -> None:
+    async def lie(self) -> None:
         """A snapshot comes that has an id too many."""
         number = self.attachment.number
-        self.upstream._receive(pb.DraftDown(snapshot=pb.Snapshot(attachment=number, epoch=1, tokens=[16], last=True)))
+        snapshot = pb.Snapshot(attachment=number, epoch=1, tokens=[16], last=True)
+        await self.stream.receive(pb.DraftDown(snapshot=snapshot))
 
     def _resync(self, attachment: Attachment) -> None:
         self.upstream.resubscribe(attachment, "drifted")
@@ -56,31 +73,32 @@ class Rig:
         self.refused += 1
 
 
+@pytest_asyncio.fixture
+async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    rig = Rig(monkeypatch)
+    await rig.open()
+    yield rig
+    await rig.close()
+
+
 @pytest.mark.parametrize(("what", "why"), [(Rig.lie, "malformed: tokens: "), (Rig.drift, "malformed: drifted")])
 async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
-    what: Callable[[Rig], None], why: str
+    rig: Rig, what: Callable[[Rig], Awaitable[None]], why: str
 ) -> None:
-    rig = Rig()
     for number in range(1, MAX_RENEWALS + 1):
         assert rig.attachment.number == number
-        what(rig)
+        await what(rig)
         assert rig.upstream.attachments
-    what(rig)
+    await what(rig)
     assert not rig.upstream.attachments
     assert not rig.scheduler.members
     assert rig.upstream.refusals.attach_response(rig.attachment.key).refused.startswith(why)
-    frames = rig.upstream._outgoing
-    assert [isinstance(frame, pb.DraftUp) and frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (
-        MAX_RENEWALS + 1
-    ) + ["unsubscribe"]
-    await rig.upstream.close()
+    assert rig.sent == [*["subscribe"] * (MAX_RENEWALS + 1), "unsubscribe"]
 
 
-async def test_what_goes_wrong_now_and_then_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
+async def test_what_goes_wrong_now_and_then_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstreams, "RENEWALS_S", -1.0)
     for _ in range(3 * MAX_RENEWALS):
-        rig.lie()
+        await rig.lie()
     assert rig.attachment.number == 3 * MAX_RENEWALS + 1
     assert rig.refused == 3 * MAX_RENEWALS
-    await rig.upstream.close()

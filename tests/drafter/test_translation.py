@@ -86,7 +86,7 @@ def test_it_is_as_the_reference_has_it_and_reports_what_has_stayed(own: Tokenize
             reference.extend(part[first : first + PIECE])
         done += len(part)
         assert translation.draft_tokens == reference.draft_tokens
-        assert (translation.settled, translation._settled) == (reference.settled, reference._settled)
+        assert (translation.settled, translation.open_tokens) == (reference.settled, reference.open_tokens)
         assert translation.draft_tokens[:same] == before[:same]
         assert same >= min(len(before), translation.settled) or before[same] != translation.draft_tokens[same]
 
@@ -96,7 +96,7 @@ def test_the_time_of_a_long_text_is_in_proportion_to_its_length(own: Tokenizer) 
     translation, longest, looked_at = Translation(TARGET, own), 0, Counter()
     for token in tokens[:500]:
         translation.extend([token])
-        longest = max(longest, len(translation._tokens) - translation._settled)
+        longest = max(longest, len(translation.open_tokens))
     assert longest <= 2 * OPEN
     for length in (1000, 4000):
         began = time.thread_time()
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer
     translation, longest = Translation(TARGET, own), 0
     for start in range(0, 1000, 20):
         translation.extend([alone[(start + place) % len(alone)] for place in range(20)])
-        longest = max(longest, len(translation._tokens) - translation._settled)
+        longest = max(longest, len(translation.open_tokens))
     assert longest <= MAX_OPEN
 
 

@@ -73,7 +73,7 @@ async def test_text_and_logprobs_are_those_of_plain_decode_and_of_transformers(
     assert fast.usage.accepted > 0
     parted = judge.difference(prompt, fast.token_ids, Contract(**terms), TOLERANCE["float32"])
     assert parted is None or parted.judged(TOLERANCE["float32"]) is Verdict.NEAR_TIE
-    logits = judge._logits(prompt, fast.token_ids).astype(np.float64)
+    logits = judge.logits(prompt, fast.token_ids).astype(np.float64)
     logs = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) - logits.max(1)[:, None]
     for row, token, entry in zip(logs, fast.token_ids, fast.logprobs, strict=True):
         assert entry.logprob == pytest.approx(row[token], abs=2e-3)

@@ -41,7 +41,7 @@ async def test_the_line_of_a_fetch_is_forwarded_at_once_and_once_and_the_rest_wh
     forwarded: list[str] = []
     process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))
     output = asyncio.StreamReader()
-    reading = asyncio.create_task(process._read(output))
+    reading = asyncio.create_task(process.read_output(output))
     lines = ["loading", "12:00 INFO outrider.hub: fetching org/name", "measuring"]
     output.feed_data("".join(f"{line}\n" for line in lines).encode())
     await asyncio.sleep(0.01)
@@ -57,7 +57,7 @@ async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_re
     forwarded: list[str] = []
     process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))
     output = asyncio.StreamReader(limit=64)
-    reading = asyncio.create_task(process._read(output))
+    reading = asyncio.create_task(process.read_output(output))
     output.feed_data(b"outrider verifier: listening on h:1\n")
     for _ in range(5):
         output.feed_data(b"x" * 100)

@@ -20,8 +20,8 @@ from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.grammar import compiler as compilers
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.connection import Answer
-from outrider.grammar.place import MAX_BEHIND, STEP_S, Patience
+from outrider.grammar.connection import OnAnswer
+from outrider.grammar.place import MAX_BEHIND, STEP_S, GrammarPlace, Patience
 from tests.grammar.test_compiler import EOS, FOLDER, VOCABULARY, ids
 from tests.hostile.attacks import grammar_bombs
 from tests.hostile.callers import children, command_of
@@ -53,6 +53,16 @@ def ended(pid: int) -> bool:
         return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
         return True
+
+
+def take_longer(place: GrammarPlace, seconds: float) -> None:
+    """From now on each answer of a place's process has taken `seconds` more of the processor."""
+    send = place.connection.send
+
+    def send_slowly(on_answer: OnAnswer, operation: str, *inputs: object) -> None:
+        send(lambda answer: on_answer(answer._replace(seconds=seconds)), operation, *inputs)
+
+    place.connection.send = send_slowly  # type: ignore[method-assign]
 
 
 def grammar_processes() -> dict[int, list[int]]:
@@ -88,7 +98,7 @@ def test_a_grammar_that_takes_too_much_is_refused_and_others_are_followed(compil
 def test_a_process_that_is_killed_is_replaced_and_its_sessions_move(compiler: GrammarCompiler) -> None:
     killed, other = compiler.start(WORDS, tenant="one"), compiler.start(WORDS, tenant="other")
     assert [state.allowed(()).any() for state in (killed, other)] == [True, True]
-    kill(killed._connection._pid)
+    kill(killed.connection.pid)
     with pytest.raises(GrammarDelayed):
         killed.allowed([5, 6])
     assert isinstance(killed.failure, Unavailable)
@@ -174,15 +184,14 @@ def test_a_session_that_takes_too_long_is_slow_once_and_fails_the_second_time(
 ) -> None:
     state = compiler.start(WORDS)
     state.allowed(())
-    took = Answer(b"", 0.6 * STEP_S)
-    state._take(took)
+    take_longer(state, 0.6 * STEP_S)
+    state.allowed(ids("a"))
     assert (state.slow, state.failure) == (False, None)
-    state._take(took)
-    state._take(took)
+    state.allowed(ids("b"))
+    state.allowed(ids("c"))
     assert (state.slow, state.failure) == (True, None)
     state.extend(ids("a"))
-    state._take(took)
-    state._take(took)
+    state.connection.wait(10, lambda: state.failure is not None)
     assert isinstance(state.failure, InvalidRequest)
     with pytest.raises(GrammarDelayed):
         state.allowed([5])
@@ -202,11 +211,12 @@ def test_an_event_loop_waits_for_a_while_and_at_most_half_of_the_time() -> None:
     assert waited <= Patience.MOST_S + Patience.SHARE * now
 
 
-def test_what_is_not_known_in_time_is_asked_for_again_or_allowed(compiler: GrammarCompiler) -> None:
-    compiler._patience = Patience(lambda: 0.0)
-    compiler._patience.spend(1.0)
+def test_what_is_not_known_in_time_is_asked_for_again_or_allowed() -> None:
+    patience = Patience(lambda: 0.0)
+    patience.spend(1.0)
+    compiler = GrammarCompiler(FOLDER, VOCABULARY, [EOS], patience=patience)
     strict = compiler.start(WORDS)
-    os.kill(strict._connection._pid, signal.SIGSTOP)
+    os.kill(strict.connection.pid, signal.SIGSTOP)
     try:
         with pytest.raises(GrammarDelayed):
             strict.allowed([5])
@@ -216,11 +226,12 @@ def test_what_is_not_known_in_time_is_asked_for_again_or_allowed(compiler: Gramm
         assert lenient.allowed([5]).all()
         assert [*lenient.first_allowed([5], [1, 2, 3], 2)] == [0, 1]
     finally:
-        os.kill(strict._connection._pid, signal.SIGCONT)
+        os.kill(strict.connection.pid, signal.SIGCONT)
     deadline = time.monotonic() + 10
     while strict.pending:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    compiler.close()
 
 
 @pytest.mark.parametrize("grammar", [SLOW, Grammar("regex", "once upon a time(, long ago)?")], ids=["long", "short"])
@@ -248,21 +259,21 @@ def test_a_long_answer_that_is_resumed_counts_for_no_step(compiler: GrammarCompi
     for start in range(0, len(answer), 100):
         followed.extend(answer[start : start + 100])
         followed.forced()
-    assert (resumed.allowed(()) == followed.allowed(())).all()
-    assert resumed.allowed(()).any()
+    for path in ((), ids("a")):
+        assert (resumed.allowed(path) == followed.allowed(path)).all()
+        assert resumed.allowed(path).any()
     assert (resumed.slow, resumed.failure) == (False, None)
-    assert resumed._unanswered == 0
 
 
 def test_a_drafter_s_grammar_that_falls_behind_its_text_is_given_up(compiler: GrammarCompiler) -> None:
     place = compiler.start(WORDS)
-    os.kill(place._connection._pid, signal.SIGSTOP)
+    os.kill(place.connection.pid, signal.SIGSTOP)
     try:
         for _ in range(MAX_BEHIND + 1):
             place.extend(ids("a"))
         assert "takes too much time to follow" in str(place.failure)
     finally:
-        os.kill(place._connection._pid, signal.SIGCONT)
+        os.kill(place.connection.pid, signal.SIGCONT)
 
 
 def test_tenants_together_leave_room_for_another_one(

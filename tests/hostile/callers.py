@@ -290,8 +290,9 @@ class Besieged:
     def _pids(self) -> dict[str, int]:
         """The servers' processes, and the router's process for templates."""
         pids = {name: process.pid for name, process in self._cluster.processes.items()}
-        assert self._cluster._redis is not None
-        pids["redis"] = self._cluster._redis.pid
+        redis = self._cluster._redis
+        assert redis is not None
+        pids["redis"] = redis.pid
         for child in children(pids["router"]):
             if "template_sandbox" in command_of(child):
                 pids["template"] = child

@@ -125,7 +125,7 @@ class Known(keys.Keys):
         self._known = {}
 
     async def find(self, secret: str) -> keys.ApiKey:
-        keys._digest(secret)
+        keys.secret_digest(secret)
         raise Unauthenticated("unknown")
 
 
@@ -138,7 +138,7 @@ def called(metadata: Any) -> None:
 
 
 def taught(blob: bytes) -> None:
-    counts, times = acceptance_priors._load("x", blob)
+    counts, times = acceptance_priors.load_priors("x", blob)
     assert counts.steps >= 0.0
     assert all(seconds >= 0.0 for seconds in times.values())
 
@@ -192,10 +192,14 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
         UsageStats,
         (InternalError,),
     ),
-    "workers": (nearly(json.loads(registry._dump(WORKER, 3.0))), lambda blob: registry._load(blob, "verifier"), ()),
+    "workers": (
+        nearly(json.loads(registry.dump_worker(WORKER, 3.0))),
+        lambda blob: registry.load_worker(blob, "verifier"),
+        (),
+    ),
     "api keys": (
         nearly({"key_id": "k", "tenant": "t", "name": "n", "created": 1.0, "expires": None}),
-        lambda blob: keys._load(blob).expired,
+        lambda blob: keys.load_key(blob).expired,
         (InternalError,),
     ),
     "lessons": (nearly({"counts": [0.0] * 144, "times": {"step": 0.1}}), taught, ()),

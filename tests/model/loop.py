@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
+set_running_loop = asyncio._set_running_loop  # public for loops that are not asyncio's own
+
 
 class Clock:
     """The time of all parts of a model, and what they name things."""
@@ -37,7 +39,7 @@ class HandLoop(asyncio.AbstractEventLoop):
 
     def settle(self) -> None:
         """Runs what is ready, and what became due, until nothing is."""
-        asyncio._set_running_loop(self)
+        set_running_loop(self)
         try:
             while True:
                 while self._timers and self._timers[0][0] <= self.clock.now:
@@ -48,7 +50,7 @@ class HandLoop(asyncio.AbstractEventLoop):
                 if not handle.cancelled():
                     handle._run()
         finally:
-            asyncio._set_running_loop(None)
+            set_running_loop(None)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A new task, from outside."""

@@ -261,7 +261,7 @@ class Verifier:
     def _pump(self) -> None:
         """Writes what waits, most urgent first, as far as the drafters read."""
         for link, stream in list(self._streams.items()):
-            while link.back.open and len(link.back.items) < ROOM and (frame := stream._most_urgent()) is not None:
+            while link.back.open and len(link.back.items) < ROOM and (frame := stream.next_now()) is not None:
                 link.back.put(frame)
 
 

@@ -378,9 +378,8 @@ class World:
     def _owned_by(self, name: str, router: Router) -> bool:
         """Return whether a router owns a session, and has all of it in its memory."""
         generation = router.inference.running.get(name)
-        token_log = generation._opened.token_log if generation is not None else None
         record = self.redis.store.sessions[name].record if name in self.redis.store.sessions else None
-        return token_log is not None and record is not None and record.running and token_log.epoch == record.epoch
+        return generation is not None and record is not None and record.running and generation.epoch == record.epoch
 
     # Where everything is.
 

@@ -29,7 +29,7 @@ class Scope:
 
 def scope(name: str) -> Scope:
     """Return what a name is of. Raises ValueError unless it is of one thing."""
-    found = [it for full, it in _scopes()[name.rpartition(".")[2]] if full == name or full.endswith(f".{name}")]
+    found = [it for full, it in scopes()[name.rpartition(".")[2]] if full == name or full.endswith(f".{name}")]
     if len(found) != 1:
         there = ", ".join(str(it.file.relative_to(ROOT)) for it in found) or "nowhere"
         raise ValueError(f"{name}: is the name of {len(found)} things ({there}), must be of one")
@@ -101,7 +101,7 @@ def named(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncF
 
 
 @cache
-def _scopes() -> dict[str, list[tuple[str, Scope]]]:
+def scopes() -> dict[str, list[tuple[str, Scope]]]:
     """All of the product, by the last part of their names."""
     found: dict[str, list[tuple[str, Scope]]] = defaultdict(list)
 

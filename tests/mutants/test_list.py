@@ -68,9 +68,9 @@ def product(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         (folder / "outrider" / name).mkdir(parents=True)
         (folder / "outrider" / name / "trees.py").write_text(CODE if name == "one" else "class Tree:\n    pass\n")
     monkeypatch.setattr(syntax, "ROOT", folder)
-    syntax._scopes.cache_clear()
+    syntax.scopes.cache_clear()
     yield
-    syntax._scopes.cache_clear()
+    syntax.scopes.cache_clear()
 
 
 @pytest.mark.usefixtures("product")

@@ -127,7 +127,7 @@ class FakeVerifier(VerifierServicer):
         self.durable[start.session_id] = len(start.tokens)
         try:
             await stream.send(started=[verifier_pb2.DecodeStarted(handle=start.handle, resting=self.resting)])
-            await self._run_script(start, stream)
+            await self.run_script(start, stream)
         except OutriderError as error:
             await stream.fail(start, error)
         finally:
@@ -151,11 +151,11 @@ class FakeVerifier(VerifierServicer):
             digest = blake2b(request.folder.encode(), digest_size=16).digest()
             return verifier_pb2.ReadAdapterResponse(digest=digest, rank=4, parameters=100)
 
-    async def _run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
+    async def run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         committed, stopped = len(start.tokens) - start.answer_position, False
         digest = start.digest
         while committed < start.contract.max_tokens and not stopped:
-            await self._rest()
+            await self.rest()
             if self.moves_after is not None and committed >= self.moves_after:
                 raise Moved("this verifier is going down")
             stride = min(self.stride, start.contract.max_tokens - committed)
@@ -195,7 +195,7 @@ class FakeVerifier(VerifierServicer):
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
         await stream.send(ended=[verifier_pb2.DecodeEnded(handle=start.handle, reason=reason)])
 
-    async def _rest(self) -> None:
+    async def rest(self) -> None:
         """Until the next step."""
         await asyncio.sleep(self.pace_s)
 

@@ -169,12 +169,12 @@ class Confused(FakeVerifier):
         super().__init__(SCRIPT, stride=stride)
         self._changes = changes
 
-    async def _run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
+    async def run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         other = verifier_pb2.DecodeStart()
         other.CopyFrom(start)
         for name, value in self._changes.items():
             setattr(other, name, value)
-        await super()._run_script(other, stream)
+        await super().run_script(other, stream)
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,10 @@ async def test_every_error_comes_back_as_its_own_class_with_its_text(
 
 
 def test_statuses_are_distinct_so_that_the_code_alone_names_a_class() -> None:
-    assert set(status._CODES) == set(ALL)
+    assert set(status.CODES) == set(ALL)
     classes = [kind for kind in ALL if kind.__base__ is errors.OutriderError]
-    assert len({status._CODES[kind] for kind in classes}) == len(classes)
-    assert set(status._BY_CODE.values()) == set(classes)  # a subclass has its base's
+    assert len({status.CODES[kind] for kind in classes}) == len(classes)
+    assert set(status.BY_CODE.values()) == set(classes)  # a subclass has its base's
 
 
 async def test_retry_after_and_field_survive() -> None:

@@ -16,11 +16,11 @@ from outrider.rpc.supervision import keep_running, supervising
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "MIN_BACKOFF_S", 0.01)
     monkeypatch.setattr(supervision, "MAX_BACKOFF_S", 0.02)
-    monkeypatch.setattr(supervision, "_ends", supervision.Counter())
+    monkeypatch.setattr(supervision, "unexpected_ends", supervision.Counter())
 
 
 def ends(name: str) -> int:
-    return supervision._ends[name]
+    return supervision.unexpected_ends[name]
 
 
 async def test_what_fails_or_ends_is_run_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography.hazmat.primitives import serialization
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
@@ -73,7 +74,7 @@ async def parts(tls: Tls | None, *, mutual: bool = True, probes: str | None = No
 async def call(channel: grpc.aio.Channel, path: str) -> grpc.aio.AioRpcError:
     """What a call of an empty message ends with; on a stream of none, whose writing would race with its end."""
     method = METHODS[path]
-    send, receive = method.input_type._concrete_class, method.output_type._concrete_class
+    send, receive = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     kind = channel.stream_stream if method.client_streaming else channel.unary_unary
     invoke: Any = kind(path, request_serializer=send.SerializeToString, response_deserializer=receive.FromString)
     answer = invoke(timeout=10).read() if method.client_streaming else invoke(send(), timeout=10)
@@ -359,8 +360,8 @@ async def test_connections_in_their_handshake_count_and_end_in_time(
 ) -> None:
     """Those beyond the number are closed at once, the others when the time to agree on a connection is over."""
     most, within_s, count = 8, 3.0, 40
-    shortened = {**dict(server._SERVER), "grpc.server_handshake_timeout_ms": int(within_s * 1000)}
-    monkeypatch.setattr(server, "_SERVER", tuple(shortened.items()))
+    shortened = {**dict(server.SERVER_OPTIONS), "grpc.server_handshake_timeout_ms": int(within_s * 1000)}
+    monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(shortened.items()))
 
     def register(added: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(VerifierServicer(), added)

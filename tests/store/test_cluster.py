@@ -39,7 +39,7 @@ async def client(ports: list[int]) -> AsyncIterator[RedisCluster]:
     await client.aclose()
 
 
-async def _live(sessions: Sessions, session_id: str) -> SessionLog:
+async def _live(client: RedisCluster, sessions: Sessions, session_id: str) -> SessionLog:
     """The whole life of a session, its loss by Redis included."""
     await sessions.create(session_id, "tenant", "target", b"digest")  # False where the first reply was lost
     owned = await sessions.begin(session_id, 0, "r1", TURN, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]))
@@ -51,7 +51,7 @@ async def _live(sessions: Sessions, session_id: str) -> SessionLog:
         await owned.append(5, [2], 1)
     await taken.append(5, [2], extend(EMPTY, TOKENS), logprobs=b"b")
     record = await sessions.get(session_id)
-    await sessions._redis.delete(f"outrider:{{{session_id}}}:log", f"outrider:{{{session_id}}}:session")
+    await client.delete(f"outrider:{{{session_id}}}:log", f"outrider:{{{session_id}}}:session")
     await taken.restore(record, TOKENS, b"ab")
     await taken.finish("stop", "all")
     assert await sessions.get(session_id) == replace(
@@ -65,7 +65,7 @@ async def test_sessions_live_on_all_nodes(ports: list[int], client: RedisCluster
     assert address_of(client) == f"127.0.0.1:{ports[0]}"
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     names = [f"s{index}" for index in range(24)]
-    logs = await asyncio.gather(*(_live(sessions, name) for name in names))
+    logs = await asyncio.gather(*(_live(client, sessions, name) for name in names))
     assert logs == [SessionLog(0, tuple(TOKENS), b"ab", "stop")] * len(names)
     keys = 0
     for port in ports:

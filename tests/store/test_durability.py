@@ -37,19 +37,19 @@ class Writer:
         await self.sessions.create("s1", "tenant", "target", b"digest")
         fresh = [7] * 4
         self.owned = await self.sessions.begin("s1", 0, "r1", TURN, 0, fresh, extend(EMPTY, fresh))
-        self._acknowledged(fresh)
+        self.acknowledged(fresh)
 
     async def write(self, pieces: int) -> None:
         for _ in range(pieces):
             fresh = [len(self.tokens) + i for i in range(PIECE)]
             await self.owned.append(len(self.tokens), fresh, extend(self.digest, fresh))
-            self._acknowledged(fresh)
+            self.acknowledged(fresh)
 
     async def again(self, url: str) -> "Writer":
         """The same owner on another connection."""
         other = Writer(url)
         other.owned = OwnedSession(other.sessions, "s1", self.owned.epoch, "r1", len(self.tokens))
-        other._acknowledged(self.tokens)
+        other.acknowledged(self.tokens)
         await self.client.aclose()
         return other
 
@@ -65,7 +65,7 @@ class Writer:
         while (await self.client.info("persistence"))["aof_buffer_length"]:
             await asyncio.sleep(0.01)
 
-    def _acknowledged(self, fresh: list[int]) -> None:
+    def acknowledged(self, fresh: list[int]) -> None:
         self.tokens = self.tokens + fresh
         self.digest = extend(self.digest, fresh)
 

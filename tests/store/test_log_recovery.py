@@ -28,6 +28,12 @@ async def _begin(sessions: Sessions, owner: str = "r1") -> OwnedSession:
     return await sessions.begin("s1", 0, owner, TURN, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]), plan=Plan(version=1))
 
 
+def scripts(sessions: Sessions) -> dict[str, Any]:
+    """The scripts that are run in Redis, by name: a test puts its own in place of one."""
+    found: dict[str, Any] = sessions._scripts
+    return found
+
+
 async def _append(owned: OwnedSession, start: int, stop: int, **options: Any) -> int:
     beside = LOGPROBS[2 * (start - 4) : 2 * (stop - 4)]
     return await owned.append(start, TOKENS[start:stop], extend(EMPTY, TOKENS[:stop]), logprobs=beside, **options)
@@ -105,14 +111,14 @@ async def test_a_restore_can_be_repeated_and_a_late_one_writes_nothing(client: R
     record = await sessions.get("s1")
     await _lose(client, state)
     sent: list[Any] = []
-    script = sessions._scripts["restore"]
+    script = scripts(sessions)["restore"]
 
     async def recorded(*, keys: Any, args: Any) -> Any:
         sent.append((keys, args))
         await script(keys=keys, args=args)  # its reply is lost, and the client sends it once more
         return await script(keys=keys, args=args)
 
-    sessions._scripts["restore"] = recorded
+    scripts(sessions)["restore"] = recorded
     await owned.restore(record, TOKENS, LOGPROBS)
     assert owned.epoch == 2
     again = OwnedSession(sessions, "s1", 1, "r1", 7)  # as if it had not received the reply
@@ -132,7 +138,7 @@ async def test_a_restore_can_be_repeated_and_a_late_one_writes_nothing(client: R
 async def test_a_write_between_look_and_set_is_seen(sessions: Sessions) -> None:
     owned = await _begin(sessions)
     record = await sessions.get("s1")
-    script, races = sessions._scripts["restore"], 2
+    script, races = scripts(sessions)["restore"], 2
 
     async def raced(*, keys: Any, args: Any) -> Any:
         nonlocal races
@@ -143,7 +149,7 @@ async def test_a_write_between_look_and_set_is_seen(sessions: Sessions) -> None:
             await held.append(length, [TOKENS[length]], extend(EMPTY, TOKENS[: length + 1]))
         return await script(keys=keys, args=args)
 
-    sessions._scripts["restore"] = raced
+    scripts(sessions)["restore"] = raced
     await owned.restore(record, TOKENS, b"")
     assert (await sessions.read("s1")).tokens == tuple(TOKENS)
     assert owned.epoch == 2
@@ -151,12 +157,12 @@ async def test_a_write_between_look_and_set_is_seen(sessions: Sessions) -> None:
 
 async def test_a_restore_that_is_always_overtaken_gives_up(sessions: Sessions) -> None:
     owned = await _begin(sessions)
-    script = sessions._scripts["restore"]
+    script = scripts(sessions)["restore"]
 
     async def raced(*, keys: Any, args: Any) -> Any:
         return await script(keys=keys, args=[*args[:3], "another epoch", *args[4:]])
 
-    sessions._scripts["restore"] = raced
+    scripts(sessions)["restore"] = raced
     with pytest.raises(Conflict, match="try again"):
         await owned.restore(await sessions.get("s1"), TOKENS, b"")
     assert owned.epoch == 1

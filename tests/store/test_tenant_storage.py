@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 
 from outrider.core.session.contract import Contract, Grammar
 from outrider.errors import Overloaded
@@ -137,12 +138,19 @@ async def test_a_redis_that_is_almost_full_takes_no_new_sessions(made: Made, mon
     await storage.measure()
     assert not storage.bounded  # this Redis has no limit
     await storage.reserve("a", "s", 1, 10**12, new=True)
-    storage._used, storage._room = 850, 1000
+    memory = {"used_memory": 850, "maxmemory": 1000}
+
+    async def info(*_: str) -> dict[str, int]:
+        return memory
+
+    monkeypatch.setattr(Redis, "info", info)
+    await storage.measure()
     assert storage.bounded
     await storage.reserve("a", "s", 1, 400, new=True)
     with pytest.raises(Overloaded, match="at most 500"):
         await storage.reserve("a", "t", 1, 101, new=True)
-    storage._used = 901
+    memory["used_memory"] = 901
+    await storage.measure()
     with pytest.raises(Overloaded, match="Redis is almost full, so no session begins"):
         await storage.reserve("b", "t", 1, 1, new=True)
     await storage.reserve("a", "s", 2, 100, new=False)

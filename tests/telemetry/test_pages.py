@@ -57,7 +57,7 @@ def test_a_client_that_sends_or_reads_slowly_is_cut_off(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(pages, "CONNECTION_S", 0.2)
-    monkeypatch.setattr(pages._Handler, "timeout", 60.0)  # each byte would begin it anew
+    monkeypatch.setattr(pages.PageHandler, "timeout", 60.0)  # each byte would begin it anew
     with socket.create_connection(address) as slow, socket.create_connection(address) as another:
         for client in (slow, another):
             client.sendall(sent)

@@ -150,7 +150,7 @@ def test_a_training_that_runs_away_ends_and_leaves_the_last_good_one(target: Pat
     train(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"), steps=1)
     training = begin(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"))
     with torch.no_grad():
-        next(training._plain.parameters()).fill_(math.nan)
+        next(training.student.parameters()).fill_(math.nan)
     with pytest.raises(ConfigError, match=r"the loss is no number any more at step 2; .* smaller one than 0\.9"):
         list(training.run())
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out").values())

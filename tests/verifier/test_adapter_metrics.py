@@ -17,7 +17,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> StepMetrics:
 
 def read(step_metrics: StepMetrics) -> list[dict[str, float]]:
     """Trees, verified nodes and accepted ones, by adapter."""
-    return [step_metrics._by_adapter(name) for name in ("steps", "verified", "accepted")]
+    return [step_metrics.by_adapter(name) for name in ("steps", "verified", "accepted")]
 
 
 def test_they_are_counted_by_folder_and_further_ones_together(counted: StepMetrics) -> None:

@@ -18,7 +18,6 @@ from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
 from tests.e2e.tiny import make_tiny
 from tests.engine.gpu.taped import DEVICE
-from verifier_svc.batch import StepBatch
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
@@ -74,9 +73,9 @@ class Rig:
     def calls(self) -> list[tuple[frozenset[int], frozenset[int]]]:
         return self.engine.calls  # type: ignore[attr-defined, no-any-return]
 
-    def open(self, number: int, *, plan: Plan = OFF, **terms: Any) -> VerifierSession:
+    def open(self, number: int, *, plan: Plan = OFF, window: int = 1000, **terms: Any) -> VerifierSession:
         contract = Contract(**{"seed": number, "max_tokens": LONG, **terms})
-        start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, 1000)
+        start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, window)
         return self.loop.open(start)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -123,9 +122,7 @@ async def test_a_session_that_opens_waits_for_one_step_at_most(folder: Path) -> 
 async def test_a_session_that_can_go_on_again_waits_for_one_step_at_most(folder: Path) -> None:
     """Its router had not logged its tokens for a while."""
     rig = Rig(folder, runs_on=True)
-    first, second = rig.open(0, temperature=0.0, max_tokens=200), rig.open(1, temperature=1.0)
-    second.commits._window = 9
-    second.commits.acknowledge(len(TEXT))
+    first, second = rig.open(0, temperature=0.0, max_tokens=200), rig.open(1, temperature=1.0, window=9)
     await rig.until(lambda: not second.ready and len(first.tokens) > len(second.tokens) + 5)
     before, held = len(rig.calls), len(second.tokens)
     second.commits.acknowledge(held)
@@ -177,19 +174,13 @@ async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) ->
 async def test_each_step_is_learned_from_once_and_the_last_one_before_a_rest(
     apart: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learned: list[float] = []
-    learn = StepScheduler._learn
-
-    def counted(loop: StepScheduler, step: StepBatch, commits: Sequence[Any]) -> None:
-        learned.append(step.began)
-        learn(loop, step, commits)
-
-    monkeypatch.setattr(StepScheduler, "_learn", counted)
+    learned: list[float] = []  # seconds of the pass
     rig = Rig(folder, runs_on=True)
+    monkeypatch.setattr(rig.loop.metrics, "record_pass", lambda rows, seconds, waited: learned.append(seconds))
     rig.engine.apart = apart
     for number in range(2):
         session = rig.open(number, temperature=0.0, max_tokens=20)
         await rig.until(lambda session=session: session.finished)  # type: ignore[misc]
         await rig.until(lambda: len(learned) == len(rig.calls))
-    assert learned == sorted(set(learned))
+    assert len({*learned}) == len(learned)
     await rig.close()

@@ -14,7 +14,9 @@ import torch
 from outrider.config import VerifierConfig
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
-from outrider.core.sampling.noise import Draw
+from outrider.core.sampling import noise, sampler
+from outrider.core.sampling.filters import FloatRow
+from outrider.core.sampling.noise import Draw, gumbel_row
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan
 from outrider.engine.gpu import DeviceEngine
@@ -117,22 +119,27 @@ async def test_texts_gaps_and_logprobs_are_the_same_whether_the_engine_or_the_sa
     assert all(len(choice.logprobs) == 4 + 8 * 2 for choice in drawn[exact - 1])
 
 
-def test_noise_is_not_computed_twice() -> None:
+def test_noise_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a session go without it for which numpy chooses. Compiled code computes its own."""
+    computed: list[int] = []  # seeds
+
+    def counted(seed: int, *rest: int) -> FloatRow:
+        computed.append(seed)
+        return gumbel_row(seed, *rest)
+
+    monkeypatch.setattr(noise, "gumbel_row", counted)
     contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
-    sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
-    works = [SessionWork(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
     engine = cast(Traits, SimpleNamespace(samples=True, restricts=False))
-    drawn, none = [work.draw(engine) for work in works], [None, None]
-    assert [draw is None for draw in drawn] == [False, True]
-    for draws in (drawn, none):
-        make_noise(StepBatch(works, 0.0), draws)
-        assert not any(session.sampler._noise._rows for session in sessions)
-    for session in sessions:
-        session.sampler._compiled = None
-    for draws, expected in ((drawn, [False, True]), (none, [True, True])):
-        make_noise(StepBatch(works, 0.0), draws)
-        assert [bool(session.sampler._noise._rows) for session in sessions] == expected
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(sampler, "compiled_sampler", lambda *_: None)
+        sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
+        works = [SessionWork(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
+        drawn, none = [work.draw(engine) for work in works], [None, None]
+        assert [draw is None for draw in drawn] == [False, True]
+        for draws, expected in ((drawn, [2]), (none, [2, 1]), (none, [2, 1])):
+            make_noise(StepBatch(works, 0.0), draws)
+            assert computed == ([] if compiled else expected)
 
 
 def session_of(number: int, contract: Contract) -> VerifierSession:

@@ -21,7 +21,7 @@ GRAMMAR = Grammar("regex", "The quick brown fox jumps over the lazy (dog|cat)[.!
 def loop() -> Iterator[StepScheduler]:
     loop = loop_of(MODELS / "drafter")
     yield loop
-    loop._executor.close()
+    loop.stop()
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,6 @@ def opened(
 async def steps(loop: StepScheduler, session: VerifierSession) -> int:
     count = 0
     while not session.finished:
-        await loop._follow_grammars()
-        session.propose_forced()
         await stepped(loop, session)
         count += 1
     loop.close(session)

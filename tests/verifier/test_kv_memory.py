@@ -29,8 +29,20 @@ def least_memory(engine: CpuEngine, more: int = 0) -> int:
     return page * (-(-(engine.rows + SCRATCH) // PAGE) + SPARE + more)
 
 
-def bounded(pages: int | None, slots: int = 6) -> StepScheduler:
-    """A loop with room for one text and `pages` pages more."""
+class Rig:
+    """A verifier's loop over an engine, whose steps the test takes by itself."""
+
+    def __init__(self, engine: CpuEngine | DeviceEngine) -> None:
+        self.engine = engine
+        self.loop = StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+
+    async def step(self) -> list[VerifierSession]:
+        """Takes a step. Returns the sessions that it was for."""
+        return (await self.loop.step()).sessions
+
+
+def bounded(pages: int | None, slots: int = 6) -> Rig:
+    """A loop with room for one text and `pages` pages more; None: for all."""
     rows = CONTEXT + 256
     engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1)
     if pages is not None:
@@ -39,25 +51,10 @@ def bounded(pages: int | None, slots: int = 6) -> StepScheduler:
             MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1, kv_memory=memory
         )
     engine.context = CONTEXT
-    return StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+    return Rig(engine)
 
 
-def taken(loop: StepScheduler) -> int:
-    """Bytes of KV."""
-    engine = loop._engine
-    assert isinstance(engine, CpuEngine | DeviceEngine)
-    return engine.kv_bytes_taken
-
-
-async def stepped(loop: StepScheduler) -> list[VerifierSession]:
-    """One step of those that may; who that was."""
-    step = await loop._choose()
-    logits = await loop._forward(step)
-    loop._learn(step, loop._commit(step, loop._walk(step, logits)))
-    return step.sessions
-
-
-async def finished(loop: StepScheduler, sessions: Sequence[VerifierSession]) -> list[list[int]]:
+async def finished(rig: Rig, sessions: Sequence[VerifierSession]) -> list[list[int]]:
     """Their texts when all have ended; some are drafted for. What is written is within the bound after each step."""
     for number in range(10_000):
         if all(session.finished for session in sessions):
@@ -65,11 +62,11 @@ async def finished(loop: StepScheduler, sessions: Sequence[VerifierSession]) -> 
         for session in sessions:
             if not session.finished and number % 3 == 0 and session.terms.plan.depth and not session.tree.size:
                 draft(session, [1, 2, 3])
-        await stepped(loop)
-        assert taken(loop) <= loop._engine.kv_bytes
+        await rig.step()
+        assert rig.engine.kv_bytes_taken <= rig.engine.kv_bytes
         for session in sessions:
             if session.finished:
-                loop.close(session)
+                rig.loop.close(session)
     raise AssertionError("they never ended")
 
 
@@ -78,16 +75,14 @@ def texts(count: int, length: int = 40) -> list[list[int]]:
     return [[*TEXT, *dice.integers(1, 4000, length).tolist()] for _ in range(count)]
 
 
-def begun(
-    loop: StepScheduler, name: str, prompt: Sequence[int], *, plan: Plan = OFF, most: int = 30
-) -> VerifierSession:
+def begun(rig: Rig, name: str, prompt: Sequence[int], *, plan: Plan = OFF, most: int = 30) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=most)
-    return loop.open(SessionStart(name, "", 1, prompt, len(prompt), contract, plan, 4096))
+    return rig.loop.open(SessionStart(name, "", 1, prompt, len(prompt), contract, plan, 4096))
 
 
-def open_all(loop: StepScheduler, prompts: Sequence[Sequence[int]]) -> list[VerifierSession]:
+def open_all(rig: Rig, prompts: Sequence[Sequence[int]]) -> list[VerifierSession]:
     return [
-        begun(loop, f"s{number}", text, most=MOST, plan=PLAN if number % 2 else OFF)
+        begun(rig, f"s{number}", text, most=MOST, plan=PLAN if number % 2 else OFF)
         for number, text in enumerate(prompts)
     ]
 
@@ -97,91 +92,91 @@ async def test_texts_are_the_same_whether_there_is_memory_for_all_or_hardly_for_
     free = bounded(None)
     expected = await finished(free, open_all(free, prompts))
     for pages in (0, 20):
-        loop = bounded(pages)
-        assert await finished(loop, open_all(loop, prompts)) == expected
-        assert loop._memory.preempted > 0
-        loop._executor.close()
-    assert free._memory.preempted == 0
-    free._executor.close()
+        rig = bounded(pages)
+        assert await finished(rig, open_all(rig, prompts)) == expected
+        assert rig.loop.preempted > 0
+        rig.loop.stop()
+    assert free.loop.preempted == 0
+    free.loop.stop()
 
 
 @pytest.mark.extended
 async def test_sessions_on_a_device_wait_for_one_another_too() -> None:
-    def on_device(kv_memory: int | None) -> StepScheduler:
+    def on_device(kv_memory: int | None) -> Rig:
         engine = DeviceEngine.load(
             MODELS / "drafter", device="cpu", dtype="float32", slots=8, rows=180 + SCRATCH, kv_memory=kv_memory
         )
         engine.context = 180
         assert (engine.memory(0, 0, 1) is None) is (kv_memory is None)
-        return StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+        return Rig(engine)
 
     prompts = texts(8)
     free = on_device(None)
     expected = await finished(free, [begun(free, f"s{number}", text, most=120) for number, text in enumerate(prompts)])
     pages = pages_of(180 + 2 * SCRATCH) + TEXT_SPARE
-    loop = on_device(pages * free._engine.kv_bytes // (8 * pages_of(180 + SCRATCH) + 1))
-    sessions = [begun(loop, f"s{number}", text, most=120, plan=PLAN) for number, text in enumerate(prompts)]
-    assert await finished(loop, sessions) == expected
-    assert loop._memory.preempted > 0
-    assert (free._memory.preempted, loop._engine.kv_tokens) == (0, pages * PAGE_ROWS)
-    for stopped in (free, loop):
-        stopped._executor.close()
+    rig = on_device(pages * free.engine.kv_bytes // (8 * pages_of(180 + SCRATCH) + 1))
+    sessions = [begun(rig, f"s{number}", text, most=120, plan=PLAN) for number, text in enumerate(prompts)]
+    assert await finished(rig, sessions) == expected
+    assert rig.loop.preempted > 0
+    assert (free.loop.preempted, rig.engine.kv_tokens) == (0, pages * PAGE_ROWS)
+    for stopped in (free, rig):
+        stopped.loop.stop()
 
 
 async def test_the_first_in_line_is_never_preempted() -> None:
-    loop = bounded(0)
-    first, *others = open_all(loop, texts(6))
+    rig = bounded(0)
+    first, *others = open_all(rig, texts(6))
     while not first.finished:
-        assert first in await stepped(loop) or first.unread > 1
+        assert first in await rig.step() or first.unread > 1
         assert first.cached or first.unread > 1
-    assert min(other.cached for other in others) == 0 < loop._memory.preempted
-    loop._executor.close()
+    assert min(other.cached for other in others) == 0 < rig.loop.preempted
+    rig.loop.stop()
 
 
 async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_behind_it() -> None:
-    loop = bounded(0)
-    first = begun(loop, "first", texts(1, 640)[0])
+    rig = bounded(0)
+    first = begun(rig, "first", texts(1, 640)[0])
     while first.unread > 1:
-        await stepped(loop)
-    long, short = (begun(loop, name, texts(2, size)[1]) for name, size in (("long", 630), ("short", 3)))
+        await rig.step()
+    long, short = (begun(rig, name, texts(2, size)[1]) for name, size in (("long", 630), ("short", 3)))
     for _ in range(10):
-        assert await stepped(loop) == [first]
+        assert await rig.step() == [first]
     assert (long.cached, short.cached) == (len(TEXT), len(TEXT))  # what they share with the first
-    loop.close(first)
-    assert long in await stepped(loop)  # what has ended makes room
-    assert loop._memory.preempted == 0
-    loop._executor.close()
+    rig.loop.close(first)
+    assert long in await rig.step()  # what has ended makes room
+    assert rig.loop.preempted == 0
+    rig.loop.stop()
 
 
 async def test_no_session_takes_rows_from_one_that_was_preempted() -> None:
     prompts = texts(6)
-    free, loop = bounded(None, 7), bounded(0, 7)
+    free, rig = bounded(None, 7), bounded(0, 7)
     (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
-    sessions = open_all(loop, prompts)
-    while not loop._memory.preempted:
-        await stepped(loop)
-    last = begun(loop, "last", prompts[-1])  # as the one that was preempted
+    sessions = open_all(rig, prompts)
+    while not rig.loop.preempted:
+        await rig.step()
+    last = begun(rig, "last", prompts[-1])  # as the one that was preempted
     assert sessions[-1].cached == 0
     assert last.cached < len(prompts[-1]) - 1
     for session in sessions:
-        loop.close(session)
-    assert await finished(loop, [last]) == [expected]
-    free._executor.close()
-    loop._executor.close()
+        rig.loop.close(session)
+    assert await finished(rig, [last]) == [expected]
+    free.loop.stop()
+    rig.loop.stop()
 
 
 async def test_what_sessions_share_counts_once() -> None:
-    loop = bounded(0, slots=8)
+    rig = bounded(0, slots=8)
     prompt = texts(1, 250)[0]
-    first = begun(loop, "first", prompt)
+    first = begun(rig, "first", prompt)
     while first.unread > 1:
-        await stepped(loop)
-    alone = taken(loop)
-    others = [begun(loop, f"other {number}", [*prompt, number]) for number in range(7)]
-    assert {first, *others} == {*await stepped(loop)}
-    assert taken(loop) < 1.6 * alone
-    assert loop._memory.preempted == 0
-    loop._executor.close()
+        await rig.step()
+    alone = rig.engine.kv_bytes_taken
+    others = [begun(rig, f"other {number}", [*prompt, number]) for number in range(7)]
+    assert {first, *others} == {*await rig.step()}
+    assert rig.engine.kv_bytes_taken < 1.6 * alone
+    assert rig.loop.preempted == 0
+    rig.loop.stop()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """How a session's drafters are to work."""
 
+import asyncio
 import time
 
 import pytest
@@ -28,6 +29,12 @@ def publish(sink: UpstreamServicer, session: VerifierSession, commit: StepCommit
     sink.publish(session, commit.position, [choice.token for choice in commit.choices])
 
 
+async def assert_nothing_to_send(stream: UpstreamStream) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await stream.next()
+
+
 def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[UpstreamServicer, VerifierSession]:
     terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
     session = VerifierSession(
@@ -45,7 +52,8 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
         assert session.terms.price == (1.0 if resting else 0.0)
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert session.awaited != resting
-        assert stream._wake.is_set() != resting
+        if resting:
+            await assert_nothing_to_send(stream)
     frame = await stream.next()
     assert frame is not None
     assert (list(frame.commit.tokens), frame.commit.price) == ([7, 7, 7], 0.0)
@@ -64,8 +72,8 @@ async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_
     frame = await begun.next()
     assert frame is not None
     assert (frame.commit.position, list(frame.commit.tokens), frame.commit.price) == (3, [], 1.0)
-    assert not reading._wake.is_set()
-    assert not done._wake.is_set()
+    await assert_nothing_to_send(reading)
+    await assert_nothing_to_send(done)
     publish(sink, session, session.commit([Choice(8, 1.0, b"")], StepReport(), now=1.0))
     after = await begun.next()
     assert after is not None

@@ -18,13 +18,11 @@ from outrider.config import VerifierConfig
 from outrider.core.session.contract import OFF, Plan
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu.attention.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
-from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
-from outrider.engine.heads.speculator import FloatRows, HeadRoot, KeptFeatures, Speculator
+from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
 from outrider.engine.interface.engine import SCRATCH, Engine
-from outrider.engine.interface.logits import LogitsRow
 from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads
@@ -73,31 +71,6 @@ def bounded_on_device(target: Path, heads: Path) -> Engine:
 Bounding = Callable[[Path, Path], Engine]
 
 
-class Recorded:
-    """A speculator; the logits of all roots that it drafted from, and the threads in which it copied."""
-
-    def __init__(self, speculator: Speculator) -> None:
-        self.roots: list[tuple[list[int], FloatRows]] = []
-        self.threads: set[threading.Thread] = set()
-        self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
-        self.all_levels_at_once, self.expand = speculator.all_levels_at_once, speculator.expand
-        self.grows = speculator.grows
-        self._speculator = speculator
-
-    def open_slot(self, *arguments: Any) -> None:
-        self.threads.add(threading.current_thread())
-        self._speculator.open_slot(*arguments)
-
-    def add_features(self, *arguments: Any) -> None:
-        self.threads.add(threading.current_thread())
-        self._speculator.add_features(*arguments)
-
-    def begin(self, roots: Sequence[HeadRoot], levels: int) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
-        rows, grown = self._speculator.begin(roots, levels)
-        self.roots += [([*it.tokens], row.logits.copy()) for it, row in zip(roots, rows, strict=True) if row]
-        return rows, grown
-
-
 def preemptions(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
     """The sessions that were preempted, and how long their texts were at the first time."""
     return {
@@ -143,8 +116,7 @@ async def check(
     """The texts are those without heads and with enough memory, and heads draft what they draft from true features."""
     async with Cluster(target, None, slots=SLOTS) as plain:
         expected = [session.tokens for session in (await generated(plain, prompt, OFF))[0]]
-    assert cluster.heads is not None
-    cluster.heads._speculator = speculator = Recorded(cluster.speculator)
+    speculator = cluster.speculator
     with caplog.at_level(logging.INFO):
         async with cluster:
             sessions, commits = await generated(cluster, prompt, plan)
@@ -233,20 +205,15 @@ class Fused:
         self.rows = 0
         engine = bounded(target, heads)
         fuser = HeadFeatureFuser(replace(self.fusion, fuse=self._fuse), engine.hidden, slots=SLOTS, rows=engine.rows)
-        cluster = Cluster(target, None, engine, slots=SLOTS)
-        cluster.loop._feature_fuser = fuser
-        self.cluster, self.loop = cluster, cluster.loop
+        self.cluster = Cluster(target, None, engine, slots=SLOTS, feature_fuser=fuser)
+        self.loop = self.cluster.loop
 
     def _fuse(self, hidden: torch.Tensor) -> Any:
         self.rows += len(hidden)
         return self.fusion.fuse(hidden)
 
     async def step(self) -> list[VerifierSession]:
-        step = await self.loop._choose()
-        walks = self.loop._walk(step, await self.loop._forward(step))
-        await self.loop._feature_fuser.store(step, walks, self.loop._executor)
-        self.loop._commit(step, walks)
-        return step.sessions
+        return (await self.loop.step()).sessions
 
     def check(self, session: VerifierSession, target: Path) -> None:
         """What drafters are sent is what the target computes of the text."""
@@ -289,4 +256,4 @@ async def test_features_of_a_preempted_session_stay_and_drafters_go_on_with_them
         fused.check(session, target)
     assert fused.rows == sum(len(session.tokens) - 1 for session in sessions) - copied
     assert (copied > 0) == (prefix > 0)
-    fused.loop._executor.close()
+    fused.loop.stop()

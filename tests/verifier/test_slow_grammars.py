@@ -13,8 +13,8 @@ import pytest
 from outrider.core.session.contract import Contract, Grammar, Plan
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.connection import Answer
 from outrider.grammar.place import STEP_S, GrammarPlace, Patience
+from tests.grammar.test_bounds import take_longer
 from tests.loops import no_stall
 from tests.verifier.test_step_loop import IN_ROUNDS, MODELS, PLAN, TEXT, loop_of
 from verifier_svc.router_stream import _why_closed
@@ -75,7 +75,7 @@ async def test_while_one_grammar_stands_still_others_decode_and_its_text_is_the_
         slow = await opened(loop, compiler, "slow", WORDS)
         while len(slow.tokens) < len(TEXT) + 3:
             await asyncio.sleep(0)
-        pid = place_of(slow)._connection._pid
+        pid = place_of(slow).connection.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             async with no_stall():
@@ -95,14 +95,9 @@ async def test_a_session_whose_grammar_takes_too_long_again_ends_as_an_invalid_r
 ) -> None:
     async with running() as loop:
         bad = await opened(loop, compiler, "bad", WORDS, IN_ROUNDS)
-        for _ in range(2):
-            place = place_of(bad)
-            place.prefetch([[7, 7, 7]])
-            place._take(Answer(b"", 2 * STEP_S))
-            length = len(bad.tokens)
-            while len(bad.tokens) == length and not bad.finished:
-                await asyncio.sleep(0.001)
+        take_longer(place_of(bad), 2 * STEP_S)
         await finished(loop, bad)
+        assert len(bad.tokens) > len(TEXT)
         assert isinstance(_why_closed(bad), InvalidRequest)
         assert "takes too much time to follow" in str(_why_closed(bad))
 
@@ -111,7 +106,7 @@ async def test_a_session_whose_grammar_s_process_is_killed_moves(compiler: Gramm
     async with running() as loop:
         session = await opened(loop, compiler, "moves", WORDS)
         other = await opened(loop, compiler, "other", WORDS)
-        os.kill(place_of(session)._connection._pid, signal.SIGKILL)
+        os.kill(place_of(session).connection.pid, signal.SIGKILL)
         await finished(loop, session)
         assert isinstance(_why_closed(session), InvalidRequest | Unavailable)  # whether it had something to do
         await finished(loop, other)

@@ -22,7 +22,7 @@ from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.checkpoints.checkpoint import UNPADDED
-from outrider.engine.interface.logits import HostLogits, Logits
+from outrider.engine.interface.logits import HostLogits
 from outrider.engine.loading import load_engine
 from outrider.errors import Moved, Superseded
 from outrider.upstream_server.upstream_session import UpstreamStream
@@ -57,7 +57,7 @@ def loop() -> Iterator[StepScheduler]:
     """A verifier's loop, whose steps the test takes by itself. The smallest of the reference models is the target."""
     loop = loop_of(MODELS / "drafter")
     yield loop
-    loop._executor.close()
+    loop.stop()
 
 
 def loop_of(folder: Path) -> StepScheduler:
@@ -81,15 +81,16 @@ def opened(
     return loop.open(SessionStart(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
 
 
-async def passed(loop: StepScheduler, *sessions: VerifierSession) -> tuple[StepBatch, Logits]:
-    """A step for them that has not committed yet."""
-    step, _ = loop._select(loop._base_works(sessions), time.monotonic())
-    return step, await loop._forward(step)
+def selected(loop: StepScheduler, *sessions: VerifierSession) -> StepBatch:
+    """The step that the loop would take if only these sessions were ready."""
+    step, _ = loop.select(loop.base_works(sessions), time.monotonic())
+    return step
 
 
 async def stepped(loop: StepScheduler, *sessions: VerifierSession) -> None:
-    step, logits = await passed(loop, *sessions)
-    loop._learn(step, loop._commit(step, loop._walk(step, logits)))
+    """A step, for these sessions."""
+    step = await loop.step()
+    assert {*step.sessions} == {*sessions}
 
 
 async def generated(loop: StepScheduler, session: VerifierSession) -> list[int]:
@@ -248,9 +249,11 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(lo
 
 async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepScheduler) -> None:
     gone, other = opened(loop, "gone"), opened(loop, "other")
-    step, logits = await passed(loop, gone, other)
+    step = asyncio.create_task(loop.step())
+    while not loop.progress.running:
+        await asyncio.sleep(0)
     loop.close(gone)
-    loop._commit(step, loop._walk(step, logits))
+    await step
     assert gone.tokens == [*TEXT]
     assert commits(gone) == [None]
     assert len(other.tokens) == len(TEXT) + 1
@@ -260,13 +263,7 @@ async def test_commits_are_sent_before_anything_is_learned_of_their_step(
     loop: StepScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, order = opened(loop, most=3), list[str]()
-    learn = loop._learn
-
-    def learned(step: StepBatch, made: Sequence[tuple[VerifierSession, StepCommit]]) -> None:
-        order.append("learned")
-        learn(step, made)
-
-    monkeypatch.setattr(loop, "_learn", learned)
+    monkeypatch.setattr(loop.metrics, "record_pass", lambda *_: order.append("learned"))
     running = asyncio.create_task(loop.run())
     while (commit := await session.commits.get()) is not None:
         order.append("sent")
@@ -315,13 +312,12 @@ async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepScheduler
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
         assert await loop.prefill(TEXT, "one") == len(TEXT) - 1
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
-    loop._stopped = False
     assert opened(loop, "b", tenant="other").kv_slot.cached == 0
     assert opened(loop, "c", tenant="").kv_slot.cached == 0
     assert opened(loop, "a", tenant="one").kv_slot.cached == len(TEXT) - 1
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
 async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepScheduler) -> None:
@@ -345,8 +341,8 @@ async def test_each_owner_of_a_session_has_draws_of_its_own(loop: StepScheduler,
     draws = []
     for epoch in (1, 2):
         session = opened(loop, epoch=epoch, rule=rule)
-        step, _ = loop._select(loop._base_works([session]), time.monotonic())
-        draws.append(StepVerdicts(step.works[0], HostLogits.__new__(HostLogits), 0).random_source()._uniform())
+        verdicts = StepVerdicts(selected(loop, session).works[0], HostLogits.__new__(HostLogits), 0)
+        draws.append(verdicts.random_source().pick(np.ones(2**16)))
     assert draws[0] != draws[1]
 
 
@@ -362,7 +358,7 @@ async def test_ids_outside_the_unpadded_vocabulary_are_not_generated(loop: StepS
     await stepped(padded, session)
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
     assert max((await generated(padded, session))[len(TEXT) :]) < limit
-    padded._executor.close()
+    padded.stop()
 
 
 async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepScheduler) -> None:
@@ -392,6 +388,5 @@ async def test_a_step_reads_less_of_a_long_prompt_where_another_tenant_decodes(l
     decoding = opened(loop, "decoding", tenant="one")
     await stepped(loop, decoding)
     long = opened(loop, "long", TEXT * 20, tenant="another")
-    alone, _ = loop._select(loop._base_works([long]), time.monotonic())
-    beside, _ = loop._select(loop._base_works([decoding, long]), time.monotonic())
+    alone, beside = selected(loop, long), selected(loop, decoding, long)
     assert (alone.prompt_tokens, beside.prompt_tokens) == (64, LEAST_CHUNK)

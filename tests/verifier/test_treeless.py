@@ -69,7 +69,7 @@ async def test_a_tree_that_somebody_grew_is_left_alone_and_not_waited_for(engine
     loop = loop_over(engine)
     session = loop.open(start("a"))
     session.tree.graft(1, Delta(session.tree.root.position, session.tree.digest, 1, (0, 1), (5, 6), (-0.125, -0.125)))
-    step, budget = loop._select(loop._base_works([session]), 0.0)
+    step, budget = loop.select(loop.base_works([session]), 0.0)
     assert step.works[0].nodes == []
     assert budget.nodes == 0
 

@@ -78,7 +78,7 @@ def deltas(draw: st.DrawFn) -> Delta:
     ids=lambda kind: kind.__name__,
 )
 def test_a_value_has_the_fields_of_its_message(kind: Any, message: Any) -> None:
-    assert set(types._names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
+    assert set(types.field_names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
 
 
 @given(contracts, plans, reports)

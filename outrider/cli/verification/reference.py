@@ -61,7 +61,7 @@ class Reference:
         """
         sampler = self._sampler(contract, prompt)
         found: Difference | None = None
-        for index, (token, logits) in enumerate(zip(answer, self._logits(prompt, answer), strict=True)):
+        for index, (token, logits) in enumerate(zip(answer, self.logits(prompt, answer), strict=True)):
             scores = sampler.scores(logits)
             choice = int(scores.argmax())
             if choice != token:
@@ -86,7 +86,7 @@ class Reference:
         """
         sampler = self._sampler(contract, prompt)
         found = np.full(len(answer), np.nan)
-        for index, (token, logits) in enumerate(zip(answer, self._logits(prompt, answer), strict=True)):
+        for index, (token, logits) in enumerate(zip(answer, self.logits(prompt, answer), strict=True)):
             p = sampler.probabilities(logits)
             if 0 <= token < len(p) and p[token] > 0.0:
                 before = p[p > p[token]].sum() + p[:token][p[:token] == p[token]].sum()
@@ -102,7 +102,7 @@ class Reference:
         contract = replace(contract, stop_ids=self._eos_ids)
         return Sampler(contract, self._vocabulary, prompt, len(prompt), grammar=state)
 
-    def _logits(self, prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.float32]:
+    def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits from which each token of the answer was chosen: [answer, vocabulary]."""
         if not answer:
             return np.empty((0, self._vocabulary), np.float32)

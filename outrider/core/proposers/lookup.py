@@ -124,7 +124,7 @@ class NoiseMixedSource:
 
     def __init__(self, lookup: Lookup, fit: NoiseMixtureFit, contract: Contract) -> None:
         self._lookup = lookup
-        self._fit = fit
+        self.fit = fit
         self._contract = contract
         self._background = BackgroundDistribution()
         self._length = 0
@@ -134,7 +134,7 @@ class NoiseMixedSource:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text, and learn from the first one."""
         if self._pending is not None and tokens:
-            self._fit.observe(*self._pending, tokens[0], self._background.frequency(tokens[0]))
+            self.fit.observe(*self._pending, tokens[0], self._background.frequency(tokens[0]))
         self._pending, self._noise_used = None, False
         self._background.extend(tokens)
         self._length += len(tokens)
@@ -148,13 +148,13 @@ class NoiseMixedSource:
         found = proposal.first
         if not self._noise_used and self._length and nodes and depth:
             self._noise_used = True
-            if self._fit.wanted(found):
+            if self.fit.wanted(found):
                 terms = self._contract.seed, self._contract.choice, self._length
                 self._pending = found, self._background.leading(found, partial(gumbel_at, *terms))
         if self._pending is None:
             return proposal
         _, row = self._pending
-        return proposal.with_first(self._fit.mixed(found, row, MAX_FIRST), nodes)
+        return proposal.with_first(self.fit.mixed(found, row, MAX_FIRST), nodes)
 
     def finish(self, output: Sequence[int]) -> None:
         """End the session, whose answer is `output`."""

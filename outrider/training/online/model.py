@@ -67,19 +67,19 @@ class OnlineModel:
         self.folder = folder
         self._loss = objective(objective_name)
         self._rate = rate
-        self._model = _loaded(folder)
-        self._learning: Any = None  # the model that the optimizer changes; `_model` is its average
+        self.model = _loaded(folder)
+        self.learning: Any = None  # the model that the optimizer changes; `model` is its average
         self._steps = 0
         self._agreed = WeakKeyDictionary[TrainingSample, float]()  # agreement of the current weights, cached
 
     @property
     def vocabulary(self) -> int:
         """The number of token ids of the model."""
-        return int(self._model.config.vocab_size)
+        return int(self.model.config.vocab_size)
 
     def fits(self, sample: TrainingSample) -> bool:
         """Return whether all ids of a sample are in the vocabulary and its window fits into the context."""
-        longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 30)
+        longest = int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
         return int(max(sample.tokens.max(), sample.ids.max())) < self.vocabulary and len(_window(sample)) <= longest
 
     def learn(self, samples: Sequence[TrainingSample], other: OnlineModel) -> float:
@@ -87,9 +87,9 @@ class OnlineModel:
 
         `other`: estimates how the target shares its remaining probability among tokens that the samples do not list.
         """
-        if self._learning is None:
-            self._learning = deepcopy(self._model).train()
-            self._optimizer = torch.optim.AdamW(self._learning.parameters(), weight_decay=0.0, betas=(0.9, 0.99))
+        if self.learning is None:
+            self.learning = deepcopy(self.model).train()
+            self._optimizer = torch.optim.AdamW(self.learning.parameters(), weight_decay=0.0, betas=(0.9, 0.99))
         self._steps += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * min(1.0, self._steps / WARMUP)
@@ -97,12 +97,12 @@ class OnlineModel:
         positions = _Positions.of(samples)
         with torch.no_grad():
             ids, logprobs = filled(positions.ids, positions.logprobs, other.read(positions))
-        logits = _logits(self._learning, positions)
+        logits = _logits(self.learning, positions)
         loss = self._loss(*bucketed(ids, logprobs, logits))
         surprise = cross_entropy(logits, positions.ids[:, 0], reduction="none")
         loss = torch.where(positions.greedy, GREEDY_WEIGHT * surprise + (1.0 - GREEDY_WEIGHT) * loss, loss).mean()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._learning.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self.learning.parameters(), CLIP)
         self._optimizer.step()
         self._average()
         self._agreed.clear()
@@ -125,17 +125,17 @@ class OnlineModel:
 
     def read(self, positions: _Positions) -> Tensor:
         """Return the logits at each position: [positions, vocabulary]."""
-        return _logits(self._model, positions)
+        return _logits(self.model, positions)
 
     def _average(self) -> None:
         decay = min(DECAY, self._steps / (self._steps + 10))
         with torch.no_grad():
-            for mean, latest in zip(self._model.parameters(), self._learning.parameters(), strict=True):
+            for mean, latest in zip(self.model.parameters(), self.learning.parameters(), strict=True):
                 mean.lerp_(latest, 1.0 - decay)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that drafters can load: bfloat16, with the tokenizer files of the original checkpoint."""
-        save_checkpoint(folder, self._model, self.folder)
+        save_checkpoint(folder, self.model, self.folder)
 
 
 class _Positions(NamedTuple):

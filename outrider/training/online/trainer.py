@@ -72,12 +72,12 @@ class Trainer:
         self._versions = Versions(redis, config.drafter)
         self._registry = Registry(redis)
         self._version_store = VersionStore(config.output, self._versions)
-        self._replay = ReplayBuffer(np.random.default_rng())
-        self._number = 0  # of the version in use
-        self._stream_position = "0"  # in Redis's stream of samples
-        self._steps = self._tokens = 0
+        self.replay = ReplayBuffer(np.random.default_rng())
+        self.number = 0  # of the version in use
+        self.stream_position = "0"  # in Redis's stream of samples
+        self.steps = self._tokens = 0
         self._since = 0  # steps since the last comparison
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._idle_until = 0.0  # monotonic time of the next work
         self._redis_lost = False
         self._thread = ThreadPoolExecutor(1, "training")
@@ -91,9 +91,8 @@ class Trainer:
                     await self._look()
                     self._redis_lost = False
                 except OutriderError as error:
-                    log.log(
-                        logging.DEBUG if self._redis_lost else logging.WARNING, "no new samples can be read: %s", error
-                    )
+                    level = logging.DEBUG if self._redis_lost else logging.WARNING
+                    log.log(level, "no new samples can be read: %s", error)
                     self._redis_lost = True
                 await self._work()
                 await asyncio.sleep(min(POLL_S, max(0.0, self._idle_until - time.monotonic())) or POLL_S)
@@ -104,12 +103,12 @@ class Trainer:
         """Read new samples, and apply decisions about versions."""
         await self._read()
         published = await self._versions.read()
-        if self._number > published.latest:  # Redis has lost the version, or could not be reached when it was written
-            await self._version_store.announce(self._number)
+        if self.number > published.latest:  # Redis has lost the version, or could not be reached when it was written
+            await self._version_store.announce(self.number)
             return
         await self._settle(published)
         in_use = published.usable[0].number if published.usable else 0
-        if in_use != self._number:
+        if in_use != self.number:
             await self._go_on_from(published, in_use)
 
     async def _read(self) -> None:
@@ -117,18 +116,18 @@ class Trainer:
 
         Samples that an earlier run has learned from are added, too, but not to the token budget.
         """
-        noted = self._version_store.stream_position if self._stream_position == "0" else "0"
-        while self._stream_position != noted and noted != "0":
-            samples, position = await self._samples.after(self._stream_position, until=noted)
-            self._replay.add(filter(self._candidate.fits, samples), known=True)
-            self._stream_position = position if samples else noted
-        samples, self._stream_position = await self._samples.after(self._stream_position)
-        self._replay.add(filter(self._candidate.fits, samples))
+        noted = self._version_store.stream_position if self.stream_position == "0" else "0"
+        while self.stream_position != noted and noted != "0":
+            samples, position = await self._samples.after(self.stream_position, until=noted)
+            self.replay.add(filter(self._candidate.fits, samples), known=True)
+            self.stream_position = position if samples else noted
+        samples, self.stream_position = await self._samples.after(self.stream_position)
+        self.replay.add(filter(self._candidate.fits, samples))
 
     async def _settle(self, published: PublishedVersions) -> None:
         """Decide about versions in question, by comparing each with the version before it on the same new samples."""
         for number in published.in_question:
-            held = list(self._replay.held_back)
+            held = list(self.replay.held_back)
             if number not in published.versions or sum(sample.chosen for sample in held) < MIN_POSITIONS:
                 continue  # too few samples; drafters decide
             older = [version for version in published.usable if version.number < number]
@@ -154,41 +153,41 @@ class Trainer:
         folder = Path(published.versions[number].folder) if number else self._config.model
         try:
             self._candidate, self._in_use = await self._do(partial(self._begin, folder))
-            log.info("training continues from version %d, not from version %d", number, self._number)
+            log.info("training continues from version %d, not from version %d", number, self.number)
         except CheckpointError as error:
             log.warning("training cannot continue from version %d: %s", number, error)
-        self._number, self._since = number, 0
+        self.number, self._since = number, 0
 
     async def _work(self) -> None:
         """Take a step, compare if it is time, and then set the pause that keeps to the share of a processor."""
         if time.monotonic() < self._idle_until:
             return
         began = time.process_time()
-        if batch := self._replay.batch(self._config.batch):
+        if batch := self.replay.batch(self._config.batch):
             await self._do(lambda: self._candidate.learn(batch, self._in_use))
-            self._steps += 1
+            self.steps += 1
             self._since += 1
             self._tokens += sum(sample.chosen for sample in batch)
         if self._since >= (self._config.every if batch else 1):  # without a batch, compare after any number of steps
             self._since = 0
             await self._compare()
         spent = time.process_time() - began
-        self._seconds += spent
+        self.seconds += spent
         self._idle_until = time.monotonic() + spent * (1.0 / self._config.share - 1.0)
 
     async def _compare(self) -> None:
         """Publish the candidate if it agrees with the target more often than the version in use."""
-        held = list(self._replay.held_back)
+        held = list(self.replay.held_back)
         if sum(sample.chosen for sample in held) < MIN_POSITIONS:
             return
         mine, theirs = await self._do(lambda: (self._candidate.score(held), self._in_use.score(held)))
         lead, error = mine.lead(theirs)
         log.info(
             "step %d: agrees with the target at %.1f %% of %d new positions, version %d at %.1f %%",
-            self._steps,
+            self.steps,
             100 * mine.mean,
             mine.positions.sum(),
-            self._number,
+            self.number,
             100 * theirs.mean,
         )
         if lead <= max(LEAD, ERRORS * error):
@@ -200,14 +199,14 @@ class Trainer:
 
     async def _publish(self, agreed: float) -> None:
         published = await self._versions.read()
-        number = 1 + max(self._number, published.latest, *self._version_store.written(), 0)
+        number = 1 + max(self.number, published.latest, *self._version_store.written(), 0)
         card = await self._card(number, agreed)
         await self._do(lambda: self._version_store.write(number, card, self._candidate.save))
         self._in_use = await self._do(lambda: OnlineModel(self._version_store.folder(number)))
-        self._version_store.note(self._stream_position)
-        self._number = number
+        self._version_store.note(self.stream_position)
+        self.number = number
         await self._version_store.announce(number)
-        log.info("version %d is published, from %d tokens in %.0f s", number, self._tokens, self._seconds)
+        log.info("version %d is published, from %d tokens in %.0f s", number, self._tokens, self.seconds)
         await self._version_store.tidy(await self._versions.read())
 
     async def _card(self, number: int, agreed: float) -> ModelCard:
@@ -221,7 +220,7 @@ class Trainer:
             tokenizer_digest=self._digest.hex(),
             objective=self._config.objective,
             tokens=self._tokens,
-            seconds=round(self._seconds, 1),
+            seconds=round(self.seconds, 1),
             version=number,
             settings={"alternatives": TOP, "agreement": round(agreed, 4), "rate": self._config.rate},
         )

@@ -75,7 +75,7 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     monkeypatch.setattr(suites, "WORKERS", ())
     monkeypatch.setattr("bench.rows.cluster.timed", timed)
     progress: list[str] = []
-    async with suites._rows(OPTIONS, tmp_path, "rows", progress.append) as rows:
+    async with suites.open_rows(OPTIONS, tmp_path, "rows", progress.append) as rows:
         found: dict[str, tuple[Any, ...]] = {}
         for row in rows:
             assert isinstance(row, ClusterRow)
@@ -115,7 +115,7 @@ async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_othe
     monkeypatch.setattr(suites, "llama_worker", worker)
     monkeypatch.setattr(suites, "WORKERS", ())
     options = replace(OPTIONS, llama_cpp=True, rules=(), drafts=())
-    async with suites._rows(options, tmp_path, "rows", lambda what: None) as rows:
+    async with suites.open_rows(options, tmp_path, "rows", lambda what: None) as rows:
         names = [row.name for row in rows]
     assert names == ["llama.cpp", "llama.cpp-draft-3", "llama.cpp-draft-6", "plain", "distributed"]
     assert loaded == [Models(tmp_path, options.models / "drafter", "float32", 1)]
@@ -134,7 +134,7 @@ async def test_no_prompt_comes_again() -> None:
     row: Any = Row()
     prompts = [(str(number), (number,)) for number in range(6)]
     options = replace(OPTIONS, repetitions=3, temperatures=(0.0, 1.0))
-    takes = [take async for take in suites._interleaved(options, [row], prompts, 1, lambda what: None)]
+    takes = [take async for take in suites.interleaved(options, [row], prompts, 1, lambda what: None)]
     assert asked == [(number,) for number in range(6) for _ in options.temperatures]
     assert [take.repetition for take in takes] == [0] * 4 + [1] * 4 + [2] * 4
 

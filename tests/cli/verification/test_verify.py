@@ -186,7 +186,7 @@ def reference() -> Reference:
 
 def ranked(reference: Reference, prompt: Sequence[int], answer: Sequence[int], contract: Contract) -> list[int]:
     """Tokens by their logits in `transformers` after a text, best first, noise included."""
-    logits = reference._logits(prompt, [*answer, 0])[-1]
+    logits = reference.logits(prompt, [*answer, 0])[-1]
     noise = gumbel_row(contract.seed, contract.choice, len(prompt) + len(answer), len(logits))
     return np.argsort(-(logits / contract.temperature + noise)).tolist()
 
@@ -229,7 +229,7 @@ def test_what_is_drawn_from_transformers_own_probabilities_has_uniform_places(re
     contract, dice, places = Contract(seed=3, max_tokens=8, temperature=0.8), np.random.default_rng(1), []
     for start in range(40):
         prompt = [1, 2, start]
-        logits = reference._logits(prompt, [0])[-1].astype(float)
+        logits = reference.logits(prompt, [0])[-1].astype(float)
         drawn = np.argmax(logits / contract.temperature + dice.gumbel(size=(8, len(logits))), axis=1).tolist()
         places += [reference.quantiles(prompt, [token], contract, dice)[0] for token in drawn]
     assert p_value(np.array(places)) > 0.01

@@ -388,8 +388,9 @@ def test_typical_acceptance_asks_for_less_where_the_target_is_unsure() -> None:
 def test_chance_is_drawn_from_its_key_in_53_bits() -> None:
     key = mix64(mix64(mix64(8 * PHI) + 1 * PHI) + 3 * PHI)  # of 7, 0 and 2
     numbers = [(mix64(key + turn * PHI) >> 11) / 2**53 for turn in range(1, 5)]
-    again = SeededRandom(7, 0, 2)
-    assert [again._uniform() for _ in numbers] == numbers
+    above, at = SeededRandom(7, 0, 2), SeededRandom(7, 0, 2)
+    assert all(above.happens(np.nextafter(number, 1)) for number in numbers)
+    assert not any(at.happens(number) for number in numbers)
     chance = SeededRandom(7, 0, 2)
     assert chance.happens(np.nextafter(numbers[0], 1))
     assert not chance.happens(numbers[1])

@@ -186,7 +186,7 @@ def test_what_it_is_worth_is_learned_by_class_of_contracts() -> None:
     def fit(**terms: float) -> NoiseMixtureFit:
         lookup = lookups.begin("", Contract(seed=1, max_tokens=9, **terms))
         assert isinstance(lookup, NoiseMixedSource)
-        return lookup._fit
+        return lookup.fit
 
     assert fit(temperature=1.0) is fit(temperature=0.9)
     fits = {fit(temperature=heat, top_p=share) for heat in (0.4, 0.7, 1.0) for share in (0.9, 1.0)}

@@ -180,7 +180,10 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
     for step in range(2 * ALIAS_SPAN):
         receiver.commit([step % 7])
     receiver.check_integrity()
-    assert len(receiver.committed) == len(receiver.committed._digests) == ALIAS_SPAN + 1
+    assert len(receiver.committed) == ALIAS_SPAN + 1
+    receiver.committed.check_root(1, 7)  # no digest is kept that far behind
+    with pytest.raises(DigestMismatch):
+        receiver.committed.check_root(receiver.committed.last, 7)
     assert receiver.digest == extend(EMPTY, [1, 5, *(step % 7 for step in range(2 * ALIAS_SPAN))])
     old = Delta(1, extend(EMPTY, [1, 5]), 2, (1,), (0,), (0.0,))
     assert not receiver.graft(1, old).added
@@ -400,7 +403,8 @@ def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
 def test_a_tree_looks_at_as_many_tokens_as_late_nodes_may_turn_out_to_be(length: int) -> None:
     text = [*range(length)]
     assert settled_prefix(text).length == length - ALIAS_SPAN - 1
-    assert [*TokenTree(text).committed._tokens.items()] == [(at, at) for at in range(length - ALIAS_SPAN - 1, length)]
+    committed, first = TokenTree(text).committed, length - ALIAS_SPAN - 1
+    assert [committed.token(at) for at in range(length + 1)] == [*[None] * first, *range(first, length), None]
 
 
 @given(st.floats(-30, 0))

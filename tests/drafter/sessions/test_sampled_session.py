@@ -35,9 +35,9 @@ class Rig:
         snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, 10_000, epoch=epoch)
         self.session = SampledSession(snapshot, 0, VOCABULARY)
 
-    def level(self) -> Delta | None:
+    def level(self, level_s: float = 0.0) -> Delta | None:
         """Runs a level and sends it up."""
-        chosen = self.session.next_segment(self.fits, chunk=64, limit=8, context=500, rows=600)
+        chosen = self.session.next_segment(self.fits, chunk=64, limit=8, context=500, rows=600, level_s=level_s)
         if chosen is None:
             return None
         segment, nodes = chosen

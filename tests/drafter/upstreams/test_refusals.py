@@ -114,7 +114,7 @@ async def test_a_session_that_is_tried_again_is_refused_once() -> None:
         await attach(drafter, "127.0.0.1:1")
         upstream = drafter.upstreams.upstreams["127.0.0.1:1"]
         upstream.refusals.closed(KEY, "unknown session")
-        upstream._drop(upstream.attachments["session"])
+        upstream.detach(upstream.attachments["session"])
         assert (await attach(drafter, "127.0.0.1:1")).refused == "unknown session"
         assert (await attach(drafter, "127.0.0.1:1")).refused == ""
 

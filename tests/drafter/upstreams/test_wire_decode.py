@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import numpy as np
@@ -47,10 +48,17 @@ def looked_up(way: LookupMethod) -> Drafts:
     def drafts(snapshot: MirrorSnapshot) -> int:
         scheduler = NgramScheduler(Lookups(way, None), slots=1, send=lambda *_: None, resync=lambda _: None)
         key = Attachment("s", "", 1, b"")
-        scheduler.opened(key, snapshot)
-        scheduler._serve(key, scheduler.members[key])
-        scheduler.closed(key)
-        return scheduler.nodes
+
+        async def drafted() -> int:
+            scheduler.opened(key, snapshot)
+            running = asyncio.create_task(scheduler.run())
+            await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            scheduler.closed(key)
+            return scheduler.nodes
+
+        return asyncio.run(drafted())
 
     return drafts
 

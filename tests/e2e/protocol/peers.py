@@ -83,7 +83,7 @@ class RawDrafter:
         attachment = await self.subscribe(session, signed=b"none")
         await self.inbox.take("closed", attachment)
 
-    async def _run(self, channel: grpc.aio.Channel) -> None:
+    async def run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = pb.DraftUp(heartbeat=types_pb2.Heartbeat())
         call = TreeSinkStub(channel).Draft(spoken(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
         try:
@@ -111,7 +111,7 @@ async def drafting(
     """
     drafter = RawDrafter(upstream, name or new_name("drafter"))
     async with grpc.aio.insecure_channel(upstream, options=(*LIVENESS, *options)) as channel:
-        running = asyncio.create_task(drafter._run(channel))
+        running = asyncio.create_task(drafter.run(channel))
         try:
             if greets:
                 drafter.send_frame(hello=await hello_to(upstream, drafter.name))
@@ -291,7 +291,7 @@ class RawRouter:
         await self.generated(count)
         self.send_frame(durable=len(self.start.tokens) + count)
 
-    async def _run(self, channel: grpc.aio.Channel) -> None:
+    async def run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = verifier_pb2.DecodeRequest()
         every_s = (self.start.lease_ms or 400) / 4000
         call = VerifierStub(channel).Decode(spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
@@ -314,7 +314,7 @@ async def calling(verifier: str, start: verifier_pb2.DecodeStart | None = None) 
     """A Decode call that begins with this start, whatever becomes of it."""
     router = RawRouter(start)
     async with open_channel(verifier) as channel:
-        running = asyncio.create_task(router._run(channel))
+        running = asyncio.create_task(router.run(channel))
         try:
             yield router
         finally:

@@ -19,6 +19,7 @@ from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.v1.drafter_pb2 import DraftUp
 from outrider.v1.types_pb2 import Heartbeat
 from outrider.wire.types import plan_to_pb
 from tests.e2e.protocol.conftest import Text
@@ -91,12 +92,12 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
         for ago in range(HoldTrials.LAST, -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
-        _, budget = loop._select(loop._base_works([session]), 0.0)
+        _, budget = loop.select(loop.base_works([session]), 0.0)
         return loop.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):
-        sink._graft(stream, delta([1, 2, 3], 2, [], exhausted=True)["delta"])
+        sink.receive(stream, DraftUp(**delta([1, 2, 3], 2, [], exhausted=True)))
         assert (patience() > 0) == waits  # as long as one may still bring something
 
     def commit(token: int) -> None:

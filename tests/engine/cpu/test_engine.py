@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,11 +320,16 @@ def refused_by(call: Callable[[], object]) -> str:
 )
 def test_arrays_of_another_kind_are_errors(segment: Segment) -> None:
     with pytest.raises((ValueError, AttributeError, BufferError)):
-        load()._model.run([segment], [], 0, False, np.empty((3, 4096), np.float32), np.empty(0), np.empty(0), None)
+        native_model().run([segment], [], 0, False, np.empty((3, 4096), np.float32), np.empty(0), np.empty(0), None)
+
+
+def native_model() -> Any:
+    """The part of an engine that is not Python."""
+    return load()._model
 
 
 def test_a_buffer_that_is_too_small_is_not_written() -> None:
-    model, segment = load()._model, prompt(0, np.array([1, 2]))
+    model, segment = native_model(), prompt(0, np.array([1, 2]))
     tokens, scores = np.empty((2, 2), np.int64), np.empty((2, 2))
     with pytest.raises(ValueError, match="a buffer of 8192 items"):
         model.run([segment], [None], 0, False, np.empty(8191, np.float32), tokens, scores, None)

@@ -237,6 +237,7 @@ def merge_into(engine: DeviceEngine, adapter: LowRankAdapter) -> None:
         added = np.concatenate([updates[name].b @ updates[name].a for name in names])
         return (exact + torch.from_numpy(added).to(exact.device)).bfloat16()
 
+    model = engine._model
     layers = tuple(
         layer._replace(
             qkv=merged(layer.qkv, adapter.layers[index], QKV),
@@ -244,9 +245,9 @@ def merge_into(engine: DeviceEngine, adapter: LowRankAdapter) -> None:
             gate_up=merged(layer.gate_up, adapter.layers[index], GATE_UP),
             down=merged(layer.down, adapter.layers[index], DOWN),
         )
-        for index, layer in enumerate(engine._model.weights.layers)
+        for index, layer in enumerate(model.weights.layers)
     )
-    engine._model.weights = engine._model.weights._replace(layers=layers)
+    model.weights = model.weights._replace(layers=layers)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8", "int4"])

@@ -166,6 +166,16 @@ def test_moves_that_overlap_and_copies_happen_in_order(both: Both) -> None:
         assert_agree(both, [prompt(slot, tokens[:1], prefix)])
 
 
+class Buffers:
+    """What a device's engine keeps between passes."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self.cache, self.table = engine._cache, engine._table
+        self.choice, self.model = engine._choice, engine._model
+        self.staging = engine._inputs._staging
+        self.choices = [head.choices for head in self.choice.heads.values() if head.choices is not None]
+
+
 def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, NativeEngine, Tapes]) -> None:
     """Stale KV is large and finite, as any model's is; everything else that a pass fills anew is NaN."""
     device, native, _ = target
@@ -175,23 +185,23 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
     for engine in (device, native):
         engine.forward([prompt(3, history, wanted=0)])
     device.sample(segments, [Draw(1, 1.0)] * 3)
+    held = Buffers(device)
     with torch.inference_mode():
-        page = device._table.of_slot(3, 33)[0]
-        kept = device._cache[:, :, page, :, :33].clone()
-        device._cache.copy_(torch.randn(device._cache.shape) * 1e3)
-        device._cache[:, :, page, :, :33] = kept
-        for buffer in (device._inputs._staging.device, device._inputs._staging.host):
+        page = held.table.of_slot(3, 33)[0]
+        kept = held.cache[:, :, page, :, :33].clone()
+        held.cache.copy_(torch.randn(held.cache.shape) * 1e3)
+        held.cache[:, :, page, :, :33] = kept
+        for buffer in (held.staging.device, held.staging.host):
             buffer.fill_(255)
+        attention = held.model.attention
         for filled in (
-            device._choice.logits,
-            device._model.hidden,
-            device._model.attention.accumulators,
-            device._model.attention.result,
+            held.choice.logits,
+            held.model.hidden,
+            attention.accumulators,
+            attention.result,
+            *held.choices,
         ):
             filled.fill_(torch.nan)
-        for head in device._choice.heads.values():
-            if head.choices is not None:
-                head.choices.fill_(torch.nan)
     assert_agree((device, native), segments)
 
 
@@ -207,9 +217,9 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
         device.sample(segments, [Draw(5, 0.5)] * 4)
 
     def places() -> list[int]:
-        staging = device._inputs._staging
-        found = [device._cache, device._choice.logits, device._model.hidden, staging.device, staging.host]
-        found += [head.choices for head in device._choice.heads.values() if head.choices is not None]
+        held = Buffers(device)
+        found = [held.cache, held.choice.logits, held.model.hidden, held.staging.device, held.staging.host]
+        found += held.choices
         return [it.data_ptr() for it in found]
 
     step()

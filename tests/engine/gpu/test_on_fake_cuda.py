@@ -6,7 +6,7 @@ it repeat what the host did once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,16 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTensor, "copy_", lambda it, by: torch.ops.aten.copy_(it, by), raising=False)
 
 
+def record(engine: DeviceEngine | DeviceEagle, rows: int, adapters: Sequence[bool], candidates: Sequence[int]) -> None:
+    """Have an engine record passes of `rows` rows, with adapters or without, and the growth of trees."""
+    layers = engine._layers_for
+    for adapted in adapters:
+        layers(rows, adapted)
+    for count in candidates:
+        engine._choice.record(rows, count)
+    engine._growth.choose(layers(16, adapted=False).plan)
+
+
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Refusing]:
     def recorded(shape: str, rows: int) -> Refusing:
@@ -154,11 +164,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 adapters=AdapterShape(config, ALONE.shard, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
                 features=Features((1, 2), all_rows=True),
             )
-            for adapted in (False, True):
-                engine._layers_for(rows, adapted)
-            for candidates in (0, 2, 64):
-                engine._choice.record(rows, candidates)
-            engine._growth.choose(engine._layers_for(16, adapted=False).plan)
+            record(engine, rows, (False, True), (0, 2, 64))
         return refusing
 
     return recorded
@@ -185,9 +191,7 @@ def test_nothing_of_the_recordings_of_heads_is_on_the_host(
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         model = replace(model, weights=on_cuda(model.weights))
         engine = DeviceEagle(model, b"", device=CUDA, slots=3, rows=200, pages=12, recorder=refusing, window=window)
-        plan = engine._layers_for(16, adapted=False).plan
-        engine._choice.record(16, 64)
-        engine._growth.choose(plan)
+        record(engine, 16, (False,), (64,))
     assert refusing.operations > 150
 
 

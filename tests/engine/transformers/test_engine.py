@@ -54,7 +54,7 @@ def test_kernels_that_a_checkpoint_names_are_not_taken(tmp_path: Path) -> None:
     config |= {"attn_implementation": "somebody/attention", "experts_implementation": "somebody/experts"}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert np.array_equal(load(folder).forward([prompt(0, tokens)]), before)
-    assert np.isfinite(VerificationReference(folder)._logits([1, 2], [3])).all()  # what `outrider verify` compares with
+    assert np.isfinite(VerificationReference(folder).logits([1, 2], [3])).all()  # what `outrider verify` compares with
 
 
 def test_every_model_of_transformers_is_made_without_kernels_of_the_hub() -> None:

@@ -267,8 +267,32 @@ async def test_a_flood_of_credit_is_read_slowly(redis_url: str) -> None:
         call.cancel()
 
 
-def test_a_message_is_full_at_a_mebibyte_and_leaves_no_event_behind() -> None:
-    stream = answer_streams._AnswerStream()
+@asynccontextmanager
+async def sending(
+    stream: answer_streams.AnswerQueue, *, stuck: bool = False
+) -> AsyncIterator[list[pb.AnswersResponse]]:
+    """The messages of a stream that runs; `stuck`: its client does not read the first one."""
+    messages: list[pb.AnswersResponse] = []
+
+    async def no_requests() -> AsyncIterator[pb.AnswersRequest]:
+        await asyncio.Event().wait()
+        yield pb.AnswersRequest()
+
+    async def send(message: pb.AnswersResponse) -> None:
+        messages.append(message)
+        if stuck:
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(stream.run(no_requests(), send))
+    try:
+        yield messages
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_message_is_full_at_a_mebibyte_and_leaves_no_event_behind() -> None:
+    stream = answer_streams.AnswerQueue()
     lanes = [stream.open(handle) for handle in (1, 2, 3)]
     event = pb.GenerateResponse(chunk=pb.Chunk(text="x" * 100_000))
     put: list[int] = []
@@ -279,15 +303,12 @@ def test_a_message_is_full_at_a_mebibyte_and_leaves_no_event_behind() -> None:
         put.append(lane.handle)
     assert lanes[2] is not None
     lanes[2].close()
-    sent: list[int] = []
-    sizes = []
-    while stream._queue:
-        message, _ = stream._take()
-        sizes.append(message.ByteSize())
-        sent += [answer.handle for answer in message.answers]
-    assert sent == [handle for handle in put if handle != 3]
-    assert len(sizes) >= 2
-    assert max(sizes) < MESSAGE_BYTES + 2 * event.ByteSize()
+    expected = [handle for handle in put if handle != 3]
+    async with sending(stream) as messages:
+        await until(lambda: sum(len(message.answers) for message in messages) == len(expected))
+    assert [answer.handle for message in messages for answer in message.answers] == expected
+    assert len(messages) >= 2
+    assert max(message.ByteSize() for message in messages) < MESSAGE_BYTES + 2 * event.ByteSize()
 
 
 async def test_a_tenant_cannot_name_a_stream_of_another() -> None:
@@ -320,7 +341,7 @@ class CountingContext:
 
 
 async def test_a_lane_waits_for_credit_and_fails_with_its_stream() -> None:
-    stream = answer_streams._AnswerStream()
+    stream = answer_streams.AnswerQueue()
     lane = stream.open(1)
     assert lane is not None
     event = pb.GenerateResponse(chunk=pb.Chunk(text="x" * WINDOW_BYTES))
@@ -328,15 +349,15 @@ async def test_a_lane_waits_for_credit_and_fails_with_its_stream() -> None:
     waiting = asyncio.create_task(lane.write(event))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    stream._take()
-    with pytest.raises(InvalidRequest):
-        lane.acknowledge(event.ByteSize() + 1)
-    lane.acknowledge(event.ByteSize())
-    await waiting
-    flushing = asyncio.create_task(lane.flush())
-    await asyncio.sleep(0.01)
-    assert not flushing.done()
-    lane.fail()
+    async with sending(stream, stuck=True) as messages:
+        await until(lambda: bool(messages))
+        with pytest.raises(InvalidRequest):
+            lane.acknowledge(event.ByteSize() + 1)
+        lane.acknowledge(event.ByteSize())
+        await waiting
+        flushing = asyncio.create_task(lane.flush())
+        await asyncio.sleep(0.01)
+        assert not flushing.done()
     failing: Callable[[], Any] = flushing.result
     await asyncio.wait({flushing})
     with pytest.raises(OutriderError, match="resume"):

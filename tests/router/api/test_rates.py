@@ -145,10 +145,10 @@ async def test_resuming_counts_as_generating_and_needs_no_rate_of_tokens(redis_u
 async def test_tokens_that_are_sent_again_leave_fewer_to_generate_and_no_debt(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unfilled(buckets: TokenBuckets, tenant: str) -> float:
-        return buckets._levels.get(tenant, (buckets._capacity, 0.0))[0]
+    def make(per_s: float, capacity: float, clock: object) -> TokenBuckets:
+        return TokenBuckets(per_s, capacity, lambda: 0.0)
 
-    monkeypatch.setattr(TokenBuckets, "level", unfilled)  # however long the test takes
+    monkeypatch.setattr(rate_limits, "TokenBuckets", make)  # nothing is refilled, however long the test takes
     async with (
         running_router(redis_url, tenant_tokens_per_min=30) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),

@@ -69,10 +69,10 @@ async def test_what_the_drafter_was_answered_is_asked_for_soon_and_cut(
     drafter = FakeDrafter()
 
     class Later(FakeVerifier):
-        async def _rest(self) -> None:
+        async def rest(self) -> None:
             if drafter.attached:
                 drafter.answer.refused = "not \x1b[31m you " + "!" * 5000
-            await super()._rest()
+            await super().rest()
 
     found = await speculation(redis_url, Later(SCRIPT, pace_s=0.01), drafter)
     assert Reason.Name(found.reason) == "SPECULATION_REASON_REFUSED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from router.requests.chat_template import ChatTemplate, TemplateMessage, read_ch
 from router.requests.served_models import ServedModel, load_model
 from router.requests.template_sandbox import MOST_CHARACTERS
 from router.server import run
+from tests.hostile.callers import children, command_of
 from tests.router.fakes import CONTEXT, FakeVerifier, announced
 from tests.router.rig import FOLDER, MODEL, SCRIPT, collect, running_router
 
@@ -219,13 +221,19 @@ async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], Served
         await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
 
 
+def sandboxes() -> set[int]:
+    """The processes of templates that this one has."""
+    return {pid for pid in children(os.getpid()) if "template_sandbox" in command_of(pid)}
+
+
 def test_the_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://:secret@host")
+    others = sandboxes()
     template = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
     try:
         template.check()
-        assert template._process is not None
-        environment = Path(f"/proc/{template._process.pid}/environ").read_text(encoding="utf-8")
+        (process,) = sandboxes() - others
+        environment = Path(f"/proc/{process}/environ").read_text(encoding="utf-8")
     finally:
         template.close()
     assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(chat_module.ENVIRONMENT)
@@ -335,13 +343,14 @@ async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folde
 
 
 async def test_who_ends_the_templates_process_waits_for_the_next_one_and_nobody_else(folder: Folder) -> None:
+    others = sandboxes()
     template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
     assert template is not None
     try:
-        first = template._process
+        (first,) = sandboxes() - others
         with pytest.raises(InvalidRequest, match="it takes too long"):
             await template.render([TemplateMessage("user", "99000000")], "one")
-        assert template._process not in (None, first)
+        assert len(sandboxes() - others - {first}) == 1
         assert await template.render([TemplateMessage("user", "1")], "two") == "done"
     finally:
         template.close()

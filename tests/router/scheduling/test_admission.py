@@ -45,25 +45,29 @@ class Front:
     def __init__(self, places: int, **options: Any) -> None:
         self.places: int | None = places
         self.clock = Clock()
+        self.jitter: Callable[[float, float], float] = min
         config = RouterConfig(models={"model": Path("/m")}, **options)
-        self.admission = Admission(config, self._places, clock=self.clock, jitter=lambda low, high: low)
+        self.admission = Admission(config, self._places, clock=self.clock, jitter=self._jitter)
         self.inside: list[str] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._leave: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.leave: dict[str, asyncio.Event] = {}
         self.held: dict[str, AdmissionSlot] = {}
+
+    def _jitter(self, low: float, high: float) -> float:
+        return self.jitter(low, high)
 
     def _places(self, model: str) -> int | None:
         assert model in ("model", "other")
         return self.places
 
     def come(self, name: str, wanted: AdmissionTicket | None = None) -> asyncio.Task[None]:
-        self._leave[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._stay(name, wanted or claim()))
-        return self._tasks[name]
+        self.leave[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._stay(name, wanted or claim()))
+        return self.tasks[name]
 
     async def go(self, name: str) -> None:
-        self._leave[name].set()
-        await self._tasks[name]
+        self.leave[name].set()
+        await self.tasks[name]
         await turn()
 
     async def _stay(self, name: str, wanted: AdmissionTicket) -> None:
@@ -71,7 +75,7 @@ class Front:
         async with self.admission.slot(wanted) as place:
             self.held[name] = place
             self.inside.append(name)
-            await self._leave[name].wait()
+            await self.leave[name].wait()
 
 
 async def turn() -> None:
@@ -87,9 +91,9 @@ async def front() -> AsyncIterator[Callable[..., Front]]:
         @asynccontextmanager
         async def closing(made: Front) -> AsyncIterator[Front]:
             yield made
-            for task in made._tasks.values():
+            for task in made.tasks.values():
                 task.cancel()
-            await asyncio.gather(*made._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*made.tasks.values(), return_exceptions=True)
             assert (made.admission.held, made.admission.waiting) == (0, 0)  # nothing leaked, whatever happened
 
         made: list[Front] = []
@@ -232,7 +236,7 @@ async def test_one_that_goes_in_the_moment_of_its_turn_takes_no_place_along(fron
     door.come("1")
     gone, next_one = door.come("2"), door.come("3")
     await turn()
-    door._leave["1"].set()
+    door.leave["1"].set()
     await asyncio.sleep(0)
     gone.cancel()
     await turn()
@@ -436,7 +440,7 @@ async def test_retry_times_are_neither_too_short_nor_too_long_and_are_spread(
     await turn()
     assert (await problem(door, "2", claim()))[1] == after
     spread: list[tuple[float, float]] = []
-    door.admission._jitter = lambda low, high: spread.append((low, high)) or high
+    door.jitter = lambda low, high: spread.append((low, high)) or high
     assert (await problem(door, "3", claim()))[1] == 1.5 * after
     assert spread == [(1.0, 1.5)]
 
@@ -542,7 +546,7 @@ async def test_a_tenant_pays_for_prompt_tokens_and_twice_for_generated_ones(fron
     door = front(1)
     door.come("1")
     await turn()
-    accounts = door.admission._queues["model"]._served
+    accounts = door.admission.queues["model"].served
     assert accounts == {"a": 100}
     door.held["1"].spend(prompt=7, output=3)
     door.held["1"].spend(output=5)
@@ -563,9 +567,9 @@ async def test_one_that_goes_in_the_moment_of_its_turn_pays_nothing(front: Calla
     await turn()
     gone = door.come("2", claim("b", tokens=70))
     await turn()
-    accounts = door.admission._queues["model"]._served
+    accounts = door.admission.queues["model"].served
     before = accounts["b"]
-    door._leave["1"].set()
+    door.leave["1"].set()
     await asyncio.sleep(0)
     assert accounts["b"] == before + 70  # it was given the place
     gone.cancel()
@@ -580,7 +584,7 @@ async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_the
     door = front(1)
     door.come("1")
     await turn()
-    place, accounts = door.held["1"], door.admission._queues["model"]._served
+    place, accounts = door.held["1"], door.admission.queues["model"].served
     place.spend(prompt=10, output=5)
     door.clock.now += 50
     await place.retake("all slots are in use")
@@ -733,19 +737,18 @@ def test_a_tenant_that_comes_back_is_lifted_to_the_lowest_that_waits_or_that_was
     queue.charge("a", 500.0)
     queue.charge("b", 300.0)
     queue.push(claim("new"), "new")
-    assert queue._served == {"a": 500.0, "b": 300.0, "new": 300.0}
+    assert queue.served == {"a": 500.0, "b": 300.0, "new": 300.0}
     queue.push(claim("new"), "more")  # it waits already
     queue.push(claim("a", priority=QueueClass.BATCH), "more")
-    assert queue._served == {"a": 500.0, "b": 300.0, "new": 300.0}
+    assert queue.served == {"a": 500.0, "b": 300.0, "new": 300.0}
     while queue:
         queue.pop(lambda _: True)
-    assert queue._floor == 600.0  # of a, when its second one was taken
     queue.push(claim("later"), "later")
-    assert queue._served["later"] == 600.0
+    assert queue.served["later"] == 600.0  # as a, when its second one was taken
     queue.push(claim("a"), "a")
-    assert queue._served["a"] == 700.0  # more than the floor
+    assert queue.served["a"] == 700.0  # more than the floor
     queue.charge("never seen", 5.0)
-    assert queue._served["never seen"] == 605.0
+    assert queue.served["never seen"] == 605.0
 
 
 def test_of_tenants_that_do_not_wait_those_that_had_least_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,11 +757,11 @@ def test_of_tenants_that_do_not_wait_those_that_had_least_are_forgotten(monkeypa
     queue.push(claim("waiting"), "waiting")
     for tenant, tokens in (("a", 30.0), ("b", 10.0), ("c", 20.0)):
         queue.charge(tenant, tokens)
-    assert set(queue._served) == {"waiting", "a", "c"}
+    assert set(queue.served) == {"waiting", "a", "c"}
     for number in range(3):
         queue.push(claim(str(number)), str(number))
     queue.charge("0", 1.0)
-    assert {"waiting", "0", "1", "2"} <= set(queue._served)
+    assert {"waiting", "0", "1", "2"} <= set(queue.served)
 
 
 def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
@@ -767,6 +770,11 @@ def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
     stay.observe(18.0)
     assert stay.wait_s(0, 1) == pytest.approx(9.0)
     assert stay.wait_s(0, 0) == pytest.approx(9.0)
+
+
+def kept(buckets: TokenBuckets) -> set[str]:
+    """The keys whose buckets are kept. A bucket that is forgotten is full, as one is whose key is new."""
+    return {*buckets._levels}
 
 
 def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgotten(
@@ -778,7 +786,7 @@ def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgot
     buckets.take("a", -9)
     assert buckets.wait_s("a", 4) == 0
     buckets.take("b", 1)
-    assert set(buckets._levels) == {"a", "b"}  # as many as there may be
+    assert kept(buckets) == {"a", "b"}  # as many as there may be
     buckets.take("b", -1)
     buckets.take("a", 4)
     assert buckets.wait_s("a", 1) == pytest.approx(0.5)
@@ -787,9 +795,9 @@ def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgot
     assert buckets.wait_s("a", 4) == pytest.approx(1.0)
     buckets.take("a", 1)
     clock.now += 1
-    assert set(buckets._levels) == {"a", "b"}
+    assert kept(buckets) == {"a", "b"}
     buckets.take("c", 0)  # one too many, and that of b is full by now, as is the new one
-    assert set(buckets._levels) == {"a"}
+    assert kept(buckets) == {"a"}
     assert buckets.wait_s("a", 4) == pytest.approx(0.5)
 
 

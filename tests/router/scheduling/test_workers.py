@@ -93,10 +93,12 @@ async def test_a_worker_that_starts_at_an_address_is_not_avoided_for_one_that_di
     assert (last.worker_id, worker_pool.suspected(last), worker_pool.sessions(last)) == ("before", True, 1)
     assert worker_pool.channel(first) is not channel  # the old channel would pause before it connects again
     assert worker_pool.is_listed("after")
+    kept, channel = (worker_pool.channel(worker) for worker in (first, last))
     await registry.withdraw(last)
     worker_pool.remove_session(last)
     assert [it.worker_id for it in await worker_pool.verifiers("m")] == ["after"]
-    assert list(worker_pool._channels) == ["after"]
+    assert worker_pool.channel(first) is kept
+    assert worker_pool.channel(last) is not channel
     await worker_pool.close()
     await client.aclose()
 
@@ -152,13 +154,15 @@ async def test_rules_that_draw_from_q_have_the_drafters_that_the_verifier_trusts
         await worker_pool.close()
 
 
-async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_url: str) -> None:
+async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     client = connect(redis_url)
     registry = Registry(client)
     worker_pool = WorkerPool(registry)
     verifier = Worker("v", "verifier", "v:1", "m", b"digest", 9, 9, 8, 0, 1, weights="aa")
     await registry.announce(verifier, ttl_s=30.0)
-    for number in range(20):
+    for number in [*range(20), 0]:
         drafter = Worker(f"d{number}", "drafter", f"d{number}:1", "m", b"digest", 9, 9, 8, 0, 1, trained_for="bb")
         await registry.announce(drafter, ttl_s=30.0)
         await worker_pool.refresh()
@@ -168,7 +172,7 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_ur
         await registry.withdraw(drafter)
     await worker_pool.refresh()
     assert worker_pool.misfits("m") == []
-    assert worker_pool._logged_incompatible == set()
+    assert sum("drafter d0:1 is not used" in message for message in caplog.messages) == 2  # it was a new one again
     await worker_pool.close()
     await client.aclose()
 

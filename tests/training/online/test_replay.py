@@ -17,9 +17,9 @@ def number(example: TrainingSample) -> int:
 def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> None:
     replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(2000))
-    assert len(replay._newest) == NEWEST
-    assert len(replay._sampled) == SAMPLED
     drawn = [number(each) for _ in range(200) for each in replay.batch(4)]
+    assert len({each for each in drawn if each >= 2000 - 2 * NEWEST}) >= NEWEST
+    assert 0.75 * (NEWEST + SAMPLED) < len({*drawn}) <= NEWEST + SAMPLED
     new = sum(each >= 2000 - 2 * NEWEST for each in drawn) / len(drawn)
     assert 0.5 <= new < 0.6
     assert min(drawn) < 200

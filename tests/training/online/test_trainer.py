@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def examples(models: Path) -> list[TrainingSample]:
     """Samples: what the target predicts for texts drawn at random."""
-    target = OnlineModel(models / "target")._model.eval()
+    target = OnlineModel(models / "target").model.eval()
     texts = torch.randint(0, VOCABULARY, (80, 80), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         top = torch.log_softmax(target(texts).logits[:, 15:-1], -1).topk(8)
@@ -128,16 +128,16 @@ def test_what_is_judged_and_saved_is_the_average_over_steps(
     models: Path, examples: list[TrainingSample], tmp_path: Path
 ) -> None:
     follower, in_use = (OnlineModel(models / "drafter", rate=3e-3) for _ in range(2))
-    stages = [deepcopy(follower._model.state_dict())]
+    stages = [deepcopy(follower.model.state_dict())]
     for _ in range(3):
         follower.learn(examples[:8], in_use)
-        stages.append(deepcopy(follower._learning.state_dict()))
+        stages.append(deepcopy(follower.learning.state_dict()))
     follower.save(tmp_path / "learned")
     weights = (1 / 11 * 2 / 12 * 3 / 13, 10 / 11 * 2 / 12 * 3 / 13, 10 / 12 * 3 / 13, 10 / 13)  # young ones forget more
-    for name, saved in OnlineModel(tmp_path / "learned")._model.state_dict().items():
+    for name, saved in OnlineModel(tmp_path / "learned").model.state_dict().items():
         average = sum(weight * stage[name] for weight, stage in zip(weights, stages, strict=True))
-        torch.testing.assert_close(follower._model.state_dict()[name], average)
-        assert torch.equal(saved, follower._model.state_dict()[name].bfloat16().float())
+        torch.testing.assert_close(follower.model.state_dict()[name], average)
+        assert torch.equal(saved, follower.model.state_dict()[name].bfloat16().float())
     assert not torch.equal(stages[0]["lm_head.weight"], stages[1]["lm_head.weight"])
 
 
@@ -147,17 +147,17 @@ async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(
     rig.course = replace(rig.course, share=0.2, every=1000)
     async with rig.training() as trainer:
         await asyncio.sleep(0.3)
-        assert trainer._steps == 0
+        assert trainer.steps == 0
         await rig.stream.add(examples)
         began, worked = time.monotonic(), [0.0]
         while time.monotonic() < began + 2.0:
             await asyncio.sleep(0.005)
-            if trainer._seconds > worked[-1]:
-                worked.append(trainer._seconds)
+            if trainer.seconds > worked[-1]:
+                worked.append(trainer.seconds)
         spent = time.monotonic() - began
         assert len(worked) > 3
         longest = max(after - before for before, after in itertools.pairwise(worked))
-        assert trainer._seconds <= 0.2 * spent + 0.8 * longest  # the last work's rest may not have come yet
+        assert trainer.seconds <= 0.2 * spent + 0.8 * longest  # the last work's rest may not have come yet
 
 
 async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_twice(
@@ -169,12 +169,12 @@ async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_tw
     published = await rig.versions.read()
     (rig.course.output / "versions" / ".00001.new").mkdir()  # what a kill leaves behind
     async with rig.training() as trainer:
-        while trainer._number != published.latest:
+        while trainer.number != published.latest:
             await asyncio.sleep(0.01)
-        assert trainer._replay._newest
-        assert trainer._replay.token_budget <= PASSES * 64 * 17  # what came behind the place that it had noted
+        assert trainer.replay.held_back
+        assert trainer.replay.token_budget <= PASSES * 64 * 17  # what came behind the place that it had noted
         await rig.stream.add(examples[:20])
-        while not trainer._steps:
+        while not trainer.steps:
             await asyncio.sleep(0.01)
 
 
@@ -211,7 +211,7 @@ async def test_what_redis_has_lost_is_announced_again(
                 await asyncio.sleep(0.2)
                 server.start()
                 published = await rig.until(lambda published: bool(published.usable))
-                assert trainer._number == published.usable[0].number
+                assert trainer.number == published.usable[0].number
 
 
 async def test_of_a_doubted_version_new_texts_decide(rig: Rig, models: Path, examples: list[TrainingSample]) -> None:
@@ -226,7 +226,7 @@ async def test_of_a_doubted_version_new_texts_decide(rig: Rig, models: Path, exa
         published = await rig.until(lambda published: not published.in_question)
         assert list(published.cleared) == [1]
         assert list(published.withdrawn) == [2]
-        while trainer._number != 1:
+        while trainer.number != 1:
             await asyncio.sleep(0.01)
 
 
@@ -234,7 +234,7 @@ async def test_examples_of_another_vocabulary_are_left_out(rig: Rig, examples: l
     wrong = replace(examples[0], ids=np.full_like(examples[0].ids, VOCABULARY))
     await rig.stream.add([wrong] * 20)
     async with rig.training() as trainer:
-        while trainer._stream_position == "0":
+        while trainer.stream_position == "0":
             await asyncio.sleep(0.01)
-        assert not trainer._replay.held_back
+        assert not trainer.replay.held_back
     assert not rig.course.output.exists()

@@ -70,9 +70,9 @@ def test_heads_learn_and_draft_as_was_measured(kind: Kind, target: Path, tmp_pat
     engine = NativeEngine.load(target, dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
     generated = generate_texts(engine, [[7, 8, 9, 10] * 4] * 2, temperature=1.0, tokens=40, seed=5)
     with torch.no_grad():
-        for weight in training._plain.parameters():
+        for weight in training.student.parameters():
             weight.copy_(weight.bfloat16().float())  # as they are saved
-    measured = training._task.acceptance(training._plain, generated)
+    measured = training.task.acceptance(training.student, generated)
     assert drafted(settings.output, target, engine, generated) == pytest.approx(measured, abs=1e-6)
 
 
@@ -110,9 +110,9 @@ def test_a_training_of_heads_goes_on_where_it_stopped(target: Path, tmp_path: Pa
 
 def test_the_target_does_not_learn(target: Path, tmp_path: Path) -> None:
     training = train(recipe(target, tmp_path / "heads", "medusa", tokens=2 * 256))
-    lessons: Any = training._task
+    lessons: Any = training.task
     assert not any(parameter.requires_grad for parameter in lessons._target.parameters())
-    assert len([*training._plain.parameters()]) == 2 * DEPTH  # its blocks' alone
+    assert len([*training.student.parameters()]) == 2 * DEPTH  # its blocks' alone
 
 
 def test_what_cannot_have_heads_is_refused(target: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +22,13 @@ from outrider.core.tree.delta import Delta
 from outrider.engine.growth import GrownLevel
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.loading import check_heads, load_speculator
-from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
+from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot, Speculator
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.logits import LogitsRow
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
+from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
@@ -53,42 +57,60 @@ class Always(TrialGate):
         return True
 
 
-class Counted:
-    """A speculator, and how often it was asked."""
+class Watched:
+    """A speculator; how often it was asked, the logits of all roots that it drafted from, and in which threads it
+    copied."""
 
     def __init__(self, speculator: Speculator) -> None:
         self.begun = self.expanded = self.grown = 0
+        self.level_s = 0.0  # by which each level is late
+        self.roots: list[tuple[list[int], FloatRows]] = []
+        self.threads: set[threading.Thread] = set()
         self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
         self.all_levels_at_once, self.grows = speculator.all_levels_at_once, speculator.grows
-        self.open_slot, self.add_features = speculator.open_slot, speculator.add_features
         self._speculator = speculator
+
+    def open_slot(self, *arguments: Any) -> None:
+        self.threads.add(threading.current_thread())
+        self._speculator.open_slot(*arguments)
+
+    def add_features(self, *arguments: Any) -> None:
+        self.threads.add(threading.current_thread())
+        self._speculator.add_features(*arguments)
 
     def begin(self, roots: Sequence[HeadRoot], levels: int) -> tuple[list[LogitsRow | None], list[GrownLevel]]:
         self.begun += 1
         rows, grown = self._speculator.begin(roots, levels)
+        self.roots += [([*it.tokens], row.logits.copy()) for it, row in zip(roots, rows, strict=True) if row]
         self.grown += len(grown)
         return rows, grown
 
     def expand(self, nodes: Sequence[HeadNodes]) -> list[LogitsRow]:
         self.expanded += 1
+        time.sleep(self.level_s)
         return self._speculator.expand(nodes)
 
 
 class Cluster:
     """A verifier's loop over a tiny target, with heads or without."""
 
-    def __init__(self, target: Path, heads: Path | None, engine: Engine | None = None, slots: int = 4) -> None:
+    def __init__(
+        self, target: Path, heads: Path | None, engine: Engine | None = None, slots: int = 4, **loop: Any
+    ) -> None:
+        """`loop`: what its StepScheduler is given in place of the usual."""
         features = None if heads is None else check_heads(heads, target).features
         if engine is None:
             engine = load_engine(target, dtype="float32", slots=slots, threads=1, features=features)
         self.heads: SpeculatorProposer | None = None
         if heads is not None and features is not None:
-            self.speculator = Counted(
+            self.speculator = Watched(
                 engine.speculator or load_speculator(heads, target, precise=True, slots=slots, context=CONTEXT)
             )
             self.heads = SpeculatorProposer(self.speculator, engine.hidden, every=features.all_rows)
         self.loop = StepScheduler(
-            engine, FREE, prefill_chunk=4, max_nodes=64, publish=lambda *_: None, head_proposer=self.heads
+            engine,
+            **{"cost": FREE, "prefill_chunk": 4, "max_nodes": 64, "head_proposer": self.heads, **loop},
+            publish=lambda *_: None,
         )
 
     def open(
@@ -238,7 +260,7 @@ async def test_what_drafters_send_and_heads_draft_is_one_tree(
     taught_heads("eagle", target, tmp_path, plain[0])
     async with Cluster(target, tmp_path) as cluster:
         session = cluster.open(0, temperature=0.0)
-        session._claims[1] = Calibration()
+        drafter = session.subscribe(UpstreamStream("drafter", Heartbeat), 1, Calibration()).sender
         sent, credited = 0, 0
         while not session.finished:
             async with asyncio.timeout(20):
@@ -247,7 +269,8 @@ async def test_what_drafters_send_and_heads_draft_is_one_tree(
             credited += commit.report.accepted
             following = [*plain[0][len(session.tokens) :], 0][0]
             root = len(session.tokens) - 1
-            session.tree.graft(1, Delta(root, extend(EMPTY, session.tokens), sent + 1, (0,), (following,), (-0.5,)))
+            delta = Delta(root, extend(EMPTY, session.tokens), sent + 1, (0,), (following,), (-0.5,))
+            session.tree.graft(drafter, delta)
             sent += 1
             session.tree.check_integrity()
     assert credited > 20
@@ -280,12 +303,14 @@ async def test_what_heads_have_no_ids_for_is_generated_without_them(target: Path
 
 async def test_a_level_that_is_not_worth_its_time_is_not_drafted(target: Path, tmp_path: Path) -> None:
     random_heads("mlp", target, tmp_path)
-    async with Cluster(target, tmp_path) as cluster:
-        assert cluster.heads is not None
-        cluster.heads._level_s.mean = 1e9
-        await commits_of(cluster.open(0, temperature=0.0))
+    async with Cluster(target, tmp_path, cost=CostModel([(2, 1e-5), (64, 1e-5)])) as cluster:
+        cluster.speculator.level_s = 0.1
+        session = cluster.open(0, temperature=0.0)
+        assert session.heads is not None
+        session.heads.trial_gate = Always()
+        await commits_of(session)
     assert cluster.speculator.begun > 10
-    assert cluster.speculator.expanded == 0
+    assert cluster.speculator.expanded == 1  # to measure it
 
 
 async def test_without_speculation_nothing_is_drafted(target: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def loop_of(cost: CostModel, max_nodes: int = 64) -> StepScheduler:
 
 
 def select(loop: StepScheduler, sessions: list[VerifierSession]) -> tuple[StepBatch, VerificationBudget]:
-    return loop._select(loop._base_works(sessions), 0.0)
+    return loop.select(loop.base_works(sessions), 0.0)
 
 
 def step_of(sessions: list[VerifierSession], cost: CostModel, max_nodes: int = 64) -> StepBatch:
