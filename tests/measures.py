@@ -21,7 +21,7 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # whose underscor
 
 # Each figure, what it may be today, and what it is to become.
 LIMITS = {
-    "lines of the product": (64_527, 53_000),
+    "lines of the product": (63_629, 53_000),
     "folders with more files than 16": (4, 0),
     "classes with more lines than 250": (12, 0),
     "modules that import a message's module": (44, 14),
