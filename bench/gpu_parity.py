@@ -25,10 +25,10 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.adapters.low_rank import MODULES
 from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.masks import tree_mask
-from outrider.engine.torch_layers.engine import NativeEngine
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1e-3  # of a gap between two logits
@@ -42,7 +42,7 @@ class Parity:
     def __init__(self, model: Path, device: str) -> None:
         self.model = model
         self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS, adapters=len(ADAPTERS))
-        self.host = NativeEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
+        self.host = CpuEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
         self.random = np.random.default_rng(SEED)
         self.gaps: dict[str, float] = {}
 
@@ -124,12 +124,12 @@ def adapters(both: Parity) -> None:
     config = read_config(both.model)
     with TemporaryDirectory(prefix="outrider-parity-") as name:
         scratch = Path(name)
-        hosts: list[NativeEngine] = [both.host]
+        hosts: list[CpuEngine] = [both.host]
         handles: list[object] = [None]
         for seed, (rank, modules) in enumerate(ADAPTERS):
             files = make_adapter(scratch / f"a{seed}", config, rank, seed, modules=modules, deviation=0.05)
             merged = merge_adapter(both.model, files, scratch / f"m{seed}")
-            hosts.append(NativeEngine.load(merged, dtype="float32", slots=SLOTS, threads=1))
+            hosts.append(CpuEngine.load(merged, dtype="float32", slots=SLOTS, threads=1))
             handles.append(both.device.load_adapter(files)[0])
     for sizes in ([1] * SLOTS, [3, 64, 1, 200, 17, 2, 90, 5]):
         prompts = [both.chain(slot, 0, size) for slot, size in enumerate(sizes)]

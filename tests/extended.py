@@ -70,7 +70,6 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/engine/test_invariant.py::test_hundreds_of_rows",
     "tests/engine/test_loading.py::test_a_package_that_is_missing",
     "tests/engine/checkpoints/test_padding.py::test_the_padded_target",
-    "tests/engine/torch_layers/test_quantized.py::test_no_second_copy",
     "tests/engine/tensor_parallel/test_leader.py::TestTheReferenceTarget",
     "tests/engine/tensor_parallel/test_leader.py::test_a_group",
     "tests/engine/tensor_parallel/test_leader.py::test_a_rank_that_dies",

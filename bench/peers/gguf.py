@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.torch_layers.weights import interleave
 from outrider.errors import CheckpointError
 
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
@@ -134,3 +133,13 @@ def _rope_divisors(config: ModelConfig) -> Tensor:
     """Return the divisor of each frequency in Llama 3.1's scaling: [head_dim / 2]."""
     plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
     return torch.from_numpy(plain / config.rope.frequencies(config.head_dim))
+
+
+def interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Return the rows of a query or key projection, reordered so that the two numbers of a RoPE pair are neighbours.
+
+    Checkpoints pair dimension j with j + head_dim / 2; neighbours are one complex number in memory.
+    """
+    heads = weight.shape[0] // head_dim
+    paired = weight.reshape(heads, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2)
+    return paired.reshape(weight.shape)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.masks import path_mask
-from outrider.engine.torch_layers.engine import NativeEngine
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]
@@ -23,9 +23,9 @@ ROWS = 96  # of one pass
 UNBOUNDED = 2**31
 
 
-def load(folder: File) -> NativeEngine:
+def load(folder: File) -> CpuEngine:
     """Load a model for one text at a time, in float32, on one thread."""
-    return NativeEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
+    return CpuEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
 
 
 class TextRows(Protocol):
@@ -58,7 +58,7 @@ class PathRows:
     Roots must be visited from the last to the first: the KV of paths below a root overwrites that of the text after it.
     """
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine
         self._text: Sequence[int] = ()
         self._root = 0

@@ -7,17 +7,21 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import SCRATCH, Dtype, Engine, Numerics
 from outrider.engine.interface.features import Features
-from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank, TensorGroup
+from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from outrider.engine.gpu import DeviceEngine
 
 # Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
@@ -66,22 +70,56 @@ def connect_ranks(
     return CudaRanks(rank, of, address, device=check_device(device), host=host, timeout_s=timeout_s)
 
 
-def _why_on_torch(group: Group) -> str:
-    """Return why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
-    return missing() if isinstance(group, SocketGroup | SingleRank) else "its ranks are connected by torch.distributed"
-
-
-def _on_torch(group: Group) -> TensorGroup:
-    assert isinstance(group, TensorGroup)  # `connect_ranks` returns no other kind
-    return group
-
-
 def outline(folder: Path, backend: Backend = "auto") -> Outline:
     """Return the sizes of a checkpoint without loading it. Raises CheckpointError."""
     if chosen_backend(folder, backend) == "transformers":
         return read_outline(folder)
     config = read_config(folder)
     return Outline(config.model_type, config.vocabulary, config.context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What an engine is loaded with; see `load_engine`."""
+
+    path: Path
+    backend: Backend
+    dtype: Dtype
+    device: str
+    layers: int | None
+    skip: Collection[int]
+    numerics: Numerics
+    slots: int
+    rows: int | None
+    threads: int | None
+    group: Any  # of the kind that `connect_ranks` returns for the engine
+    features: Features | None
+    progress: Callable[[float], None] | None
+    kv_memory: int | None
+    adapters: int
+    heads: Path | None
+
+    @property
+    def loader(self) -> str:
+        """The name of what loads the engine, in `_LOADERS`."""
+        if chosen_backend(self.path, self.backend) == "transformers":
+            return "transformers"
+        if self.device != "cpu":
+            return "device"
+        return "torch" if self.why_on_torch else "compiled"
+
+    @property
+    def why_on_torch(self) -> str:
+        """Why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
+        if isinstance(self.group, SocketGroup | SingleRank):
+            return missing()
+        return "its ranks are connected by torch.distributed"
+
+    @property
+    def native(self) -> dict[str, Any]:
+        """What both native engines are loaded with."""
+        names = ("dtype", "layers", "skip", "slots", "rows", "features", "progress", "kv_memory")
+        return {name: getattr(self, name) for name in names}
 
 
 def load_engine(
@@ -103,151 +141,148 @@ def load_engine(
     adapters: int = 0,
     heads: Path | None = None,
 ) -> Engine:
-    """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
+    """Load a checkpoint folder, or a rank's part of it.
 
-    `numerics`: "invariant" requires that a token's logits have the same bits in every pass; the compiled kernels
-    guarantee that in any case. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; on a CPU they
-    need no preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
+    `dtype`: type of the weights; others are converted, for int8 and int4 quantized, while they are read.
+    `layers`: run the first ones alone, then the final norm and the head (early exit). `skip`: run all layers but these.
+    Layers that are left out are not read, and do not count in `parameters`. `numerics`: "invariant" requires that a
+    token's logits have the same bits in every pass; the compiled kernels guarantee that in any case.
+    `slots`: number of sessions. `rows`: cache rows of each; None: the checkpoint's context and 256 of scratch.
+    `threads`: of operations on a CPU, in the complete process; None: as many as there are processors. `group`: the
+    ranks that share a model. `features`: that passes return beside logits. `progress` is called with the fraction done,
+    0 to 1. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; the compiled kernels need no
+    preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
 
-    Raises CheckpointError, and ConfigError where this machine, its packages or the backend do not support a setting.
+    Raises CheckpointError for a checkpoint that is missing, corrupt or not supported, with the file and what to do;
+    ConfigError where this machine, its packages or the backend do not support a setting, for layers that the checkpoint
+    does not have, and for ranks that cannot share it.
     """
-    native = chosen_backend(path, backend) == "native"
-    if features is not None and not native:
+    settings = _Settings(**locals())
+    if dtype == "float8" and settings.loader != "device":
+        raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
+    return _LOADERS[settings.loader](settings)
+
+
+def _load_compiled(it: _Settings) -> Engine:
+    engine = CpuEngine.load(it.path, threads=it.threads, group=it.group, **it.native)
+    log.debug("%s is computed by %s", it.path, engine.computed_by)
+    return engine
+
+
+def _load_on_torch(it: _Settings) -> Engine:
+    """Load the device's engine for a CPU, where the compiled kernels do not run. The host chooses the tokens."""
+    reason = it.why_on_torch
+    if it.numerics == "invariant":
+        raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
+    if it.dtype in ("int8", "int4"):
+        raise ConfigError(f"dtype: {it.dtype} on a CPU is for the compiled kernels alone, and {reason}; use bfloat16")
+    with requires_torch(f"without the compiled kernels ({reason}) a model"):
+        import torch
+    if it.threads is not None:
+        torch.set_num_threads(it.threads)
+    engine = _device_engine(it)
+    engine.samples = engine.restricts = engine.grows = engine.runs_on = False  # these gain where a device is apart
+    engine.computed_by = f"torch, not by the compiled kernels: {reason}"
+    log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", it.path, engine.computed_by)
+    return engine
+
+
+def _load_on_device(it: _Settings) -> Engine:
+    with requires_torch(f"device {it.device}"):
+        from outrider.engine.gpu import DeviceEagleDrafts
+    engine = _device_engine(it)
+    if it.heads is not None:
+        DeviceEagleDrafts(engine)
+    if engine.kv_tokens:
+        log.info(
+            "%s: memory holds the KV of %d tokens: %.1f of %d texts of %d tokens at once; where it is full, sessions "
+            "wait for one another",
+            it.path,
+            engine.kv_tokens,
+            engine.kv_tokens / engine.context,
+            it.slots,
+            engine.context,
+        )
+    began = time.monotonic()
+    engine.record()
+    log.info("%s: recorded its passes in %.1f s", it.path, time.monotonic() - began)
+    return engine
+
+
+def _device_engine(it: _Settings) -> DeviceEngine:
+    from outrider.engine.gpu import DeviceEngine
+
+    return DeviceEngine.load(
+        it.path,
+        device=it.device,
+        numerics=it.numerics,
+        group=it.group,
+        adapters=it.adapters,
+        heads=it.heads,
+        **it.native,
+    )
+
+
+def _load_transformers(it: _Settings) -> Engine:
+    if it.features is not None:
         raise ConfigError(
             "heads: only the native backend gives the hidden states that they draft from; leave heads and features out"
         )
-    if kv_memory is not None and (why := _why_unbounded(native, device, group)):
-        raise ConfigError(f"kv_memory: {why}, which keeps to no bound; leave it out")
-    if dtype == "float8" and (not native or device == "cpu"):
-        raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
-    if native:
-        if device != "cpu":
-            with requires_torch(f"device {device}"):
-                from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
-            device_engine = DeviceEngine.load(
-                path,
-                device=device,
-                dtype=dtype,
-                layers=layers,
-                skip=skip,
-                numerics=numerics,
-                slots=slots,
-                rows=rows,
-                group=_on_torch(group),
-                progress=progress,
-                kv_memory=kv_memory,
-                adapters=adapters,
-                features=features,
-                heads=heads,
-            )
-            if heads is not None:
-                DeviceEagleDrafts(device_engine)
-            if device_engine.kv_tokens:
-                log.info(
-                    "%s: memory holds the KV of %d tokens: %.1f of %d texts of %d tokens at once; where it is full, "
-                    "sessions wait for one another",
-                    path,
-                    device_engine.kv_tokens,
-                    device_engine.kv_tokens / device_engine.context,
-                    slots,
-                    device_engine.context,
-                )
-            began = time.monotonic()
-            device_engine.record()
-            log.info("%s: recorded its passes in %.1f s", path, time.monotonic() - began)
-            return device_engine
-        engine: Engine
-        reason = _why_on_torch(group)
-        if not reason and isinstance(group, SocketGroup | SingleRank):
-            engine = CpuEngine.load(
-                path,
-                dtype=dtype,
-                layers=layers,
-                skip=skip,
-                slots=slots,
-                rows=rows,
-                threads=threads,
-                group=group,
-                features=features,
-                progress=progress,
-                kv_memory=kv_memory,
-            )
-        elif numerics == "invariant":
-            raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
-        else:
-            with requires_torch(f"without the compiled kernels ({reason}) a model"):
-                from outrider.engine.torch_layers.engine import NativeEngine
-            engine = NativeEngine.load(
-                path,
-                dtype=dtype,
-                layers=layers,
-                skip=skip,
-                slots=slots,
-                rows=rows,
-                threads=threads,
-                group=_on_torch(group),
-                features=features,
-                progress=progress,
-            )
-            engine.computed_by = f"torch, not by the compiled kernels: {reason}"
-        log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", path, engine.computed_by)
-        return engine
-    if layers is not None or skip:
+    if it.kv_memory is not None:
+        raise ConfigError("kv_memory: the model runs through transformers, which keeps to no bound; leave it out")
+    if it.layers is not None or it.skip:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
-    if device != "cpu":
-        raise ConfigError(f"device: {device} is for the native backend alone; use cpu")
-    if UNPADDED in read_json(path / "config.json"):
+    if it.device != "cpu":
+        raise ConfigError(f"device: {it.device} is for the native backend alone; use cpu")
+    if UNPADDED in read_json(it.path / "config.json"):
         raise CheckpointError(
-            f"{path}: is padded with ids that the model must never choose; only the native backend ensures that"
+            f"{it.path}: is padded with ids that the model must never choose; only the native backend ensures that"
         )
-    if numerics != "fast":
-        raise ConfigError(f"numerics: {numerics} is for the native backend alone; use fast")
-    outline = read_outline(path)
-    with requires_torch(f"backend: {outline.model_type}"):
+    if it.numerics != "fast":
+        raise ConfigError(f"numerics: {it.numerics} is for the native backend alone; use fast")
+    family = read_outline(it.path).model_type
+    with requires_torch(f"backend: {family}"):
         import torch
 
         from outrider.engine.transformers.quiet import quiet
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if it.threads is not None:
+        torch.set_num_threads(it.threads)
     with quiet():
         try:
             from outrider.engine.transformers.capability_probe import find_serving_method
             from outrider.engine.transformers.pretrained import Pretrained
         except ImportError as error:
             raise ConfigError(
-                f"backend: {outline.model_type} runs through transformers, which is not to be had here ({error}); "
+                f"backend: {family} runs through transformers, which is not to be had here ({error}); "
                 "pip install 'outrider[transformers]'"
             ) from None
         threads = torch.get_num_threads()
-        method = None
+        shard, method = it.group.shard, None
         try:
-            if dtype != "float32" and _bytes(path) <= PRECISE:
-                method = find_serving_method(Pretrained.load(path, "float32", group.shard), threads=threads)
+            if it.dtype != "float32" and _bytes(it.path) <= PRECISE:
+                method = find_serving_method(Pretrained.load(it.path, "float32", shard), threads=threads)
                 gc.collect()  # modules form reference cycles: only this frees them before the next load
-            pretrained = Pretrained.load(path, dtype, group.shard)
+            pretrained = Pretrained.load(it.path, it.dtype, shard)
             method = find_serving_method(pretrained, threads=threads, after=method)
         except CheckpointError as error:
             if method is not None:  # the model can be served in float32
-                raise ConfigError(f"dtype: {path} does not run in {dtype}: {error}; use float32 or bfloat16") from None
-            raise CheckpointError(f"{path}: {error}") from None
-        engine = method.build(
-            pretrained,
-            slots=slots,
-            rows=pretrained.context + SCRATCH if rows is None else rows,
-            threads=threads,
-            group=_on_torch(group),
-        )
-    if progress is not None:
-        progress(1.0)
+                raise ConfigError(
+                    f"dtype: {it.path} does not run in {it.dtype}: {error}; use float32 or bfloat16"
+                ) from None
+            raise CheckpointError(f"{it.path}: {error}") from None
+        rows = pretrained.context + SCRATCH if it.rows is None else it.rows
+        engine = method.build(pretrained, slots=it.slots, rows=rows, threads=threads, group=it.group)
+    if it.progress is not None:
+        it.progress(1.0)
     return engine
 
 
-def _why_unbounded(native: bool, device: str, group: Group) -> str:
-    """Return why an engine has no bound on its KV memory; "": it has one."""
-    if not native:
-        return "the model runs through transformers"
-    reason = "" if device != "cpu" else _why_on_torch(group)
-    return reason and f"the model runs on torch ({reason})"
+_LOADERS: dict[str, Callable[[_Settings], Engine]] = {
+    "compiled": _load_compiled,
+    "torch": _load_on_torch,
+    "device": _load_on_device,
+    "transformers": _load_transformers,
+}
 
 
 @contextmanager

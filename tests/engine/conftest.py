@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.gpu import DeviceEngine
 from tests.engine.small_checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8
-EngineClass = type[CpuEngine] | type[NativeEngine]
-Pair = tuple[CpuEngine | NativeEngine, Reference]
+
+
+class OnTorch(DeviceEngine):
+    """The device's engine on a CPU, which serves where there is no compiler; loaded as `CpuEngine` is."""
+
+    @classmethod
+    def load(cls, path: Path, *, threads: int | None = None, **settings: Any) -> DeviceEngine:  # type: ignore[override]
+        return DeviceEngine.load(path, device="cpu", **settings)
+
+
+EngineClass = type[CpuEngine] | type[OnTorch]
+Pair = tuple[CpuEngine | DeviceEngine, Reference]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +36,7 @@ def _one_thread() -> None:
     scope="session",
     params=[
         pytest.param(CpuEngine, id="compiled"),
-        pytest.param(NativeEngine, id="torch", marks=pytest.mark.extended),  # without a compiler
+        pytest.param(OnTorch, id="torch", marks=pytest.mark.extended),  # without a compiler
     ],
 )
 def engine_class(request: pytest.FixtureRequest) -> EngineClass:

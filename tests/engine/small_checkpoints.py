@@ -14,10 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.torch_layers.int4 import GROUP
 
 MODELS = Path(__file__).parents[2] / "models"
 LLAMA3 = {
@@ -104,6 +107,49 @@ def pad_vocabulary(source: Path, destination: Path, rows: int, *, loudness: floa
     return destination
 
 
+class RoundedLinear(nn.Module):
+    """A linear that rounds its weight and its inputs as engines do, and with bfloat16 and int4 also its results."""
+
+    def __init__(self, linear: nn.Linear, dtype: str) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        rounded = {"int8": rounded_to_int8, "int4": rounded_to_int4}.get(dtype, lambda it: it)(weight)
+        self._in_int8 = dtype == "int8"
+        self._dtype = torch.bfloat16 if dtype in ("bfloat16", "int4") else torch.float32
+        self._weight = rounded.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = rounded_to_int8(x) if self._in_int8 else x.to(self._dtype).to(self._weight.dtype)
+        y = linear(x, self._weight).to(self._dtype).float()
+        return y if self._bias is None else y + self._bias
+
+
+def int8_steps(rows: Tensor) -> Tensor:
+    """The step of int8 of each row: [..., 1]."""
+    return rows.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+
+
+def rounded_to_int8(rows: Tensor) -> Tensor:
+    """The rows with 127 steps on both sides of zero."""
+    steps = int8_steps(rows)
+    return (rows / steps).round() * steps
+
+
+def int4_steps(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The step and the offset of each group of a weight, as stored: both [outputs, groups, 1]."""
+    low, high = weight.float().unflatten(1, (-1, GROUP)).aminmax(dim=2, keepdim=True)
+    span = (high - low) / 15
+    return span.bfloat16().float(), (low + 8 * span).bfloat16().float()
+
+
+def rounded_to_int4(weight: Tensor) -> Tensor:
+    """A weight, [outputs, inputs], with sixteen steps for each group of inputs."""
+    steps, offsets = int4_steps(weight)
+    codes = ((weight.unflatten(1, (-1, GROUP)) - offsets) / steps.where(steps > 0, 1.0)).round().clamp(-8, 7)
+    return (codes * steps + offsets).flatten(1)
+
+
 @dataclass
 class Reference:
     """`transformers` in float32, or in the type given."""
@@ -113,6 +159,18 @@ class Reference:
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32, attention: str | None = "sdpa") -> Reference:
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
+
+    @classmethod
+    def rounded(cls, folder: Path, dtype: str) -> Reference:
+        """`transformers` in float32, with linears of the type, or quantized ones, between its other operations."""
+        reference = cls.load(folder)
+        for name, module in [*reference.model.named_modules()]:
+            if isinstance(module, nn.Linear):
+                head = {"bfloat16": "float32", "int4": "int8"}.get(dtype, dtype)
+                owner, _, own = name.rpartition(".")
+                rounded = RoundedLinear(module, head if name == "lm_head" else dtype)
+                setattr(reference.model.get_submodule(owner), own, rounded)
+        return reference
 
     def logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """The logits of a whole text, computed in one pass: [tokens, vocabulary]."""

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
 from outrider.engine.heads.checkpoint_io import Network, make_network, save_network
 from outrider.engine.heads.config import HeadsConfig, Kind, make_heads_config, read_heads_config
@@ -21,7 +22,6 @@ from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embed
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.interface.features import Features
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.engine.torch_layers.weights import complex_rotations
 from tests.engine.gpu.taped import DEVICE
 from tests.engine.small_checkpoints import prompt
@@ -44,7 +44,7 @@ def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = Fal
 
 def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
     """A text, and what the target generates greedily after it."""
-    engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1)
+    engine = CpuEngine.load(target, dtype="float32", slots=1, threads=1)
     tokens = [*text]
     logits = engine.forward([prompt(0, np.array(tokens), wanted=1)])
     for _ in range(count):
@@ -55,7 +55,7 @@ def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
 
 def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor:
     """The target's features of each token of a text: [tokens, width * parts]."""
-    engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
+    engine = CpuEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
     engine.forward([prompt(0, np.array([*text]))])
     return engine.hidden().clone()
 

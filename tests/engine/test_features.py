@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.features import Features
 from outrider.engine.loading import load_engine
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.conftest import EngineClass
 from tests.engine.ranked import ranked
@@ -72,7 +72,7 @@ def test_features_are_the_hidden_states_of_transformers(
 
 
 def test_rank_0_of_two_gives_the_features_of_one() -> None:
-    alone, segment = engine_of(NativeEngine, ALL), prompt(0, np.arange(1, 20), wanted=1)
+    alone, segment = engine_of(CpuEngine, ALL), prompt(0, np.arange(1, 20), wanted=1)
     alone.forward([segment])
     with ranked(2, TARGET, features=ALL) as ranks, ranks.lead(TARGET) as leader:
         assert leader.features == ALL

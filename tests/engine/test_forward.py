@@ -10,8 +10,7 @@ import torch
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
-from outrider.engine.torch_layers.engine import NativeEngine
-from tests.engine.conftest import EngineClass, Pair
+from tests.engine.conftest import EngineClass, OnTorch, Pair
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
@@ -38,9 +37,9 @@ def test_a_machine_without_prepacked_linears_gets_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(tmp_path, "biased")
-    prepacked = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
+    prepacked = OnTorch.load(folder, dtype="float32", slots=1, threads=1)
     monkeypatch.setattr("outrider.engine.torch_layers.linear.can_prepack", lambda dtype: False)
-    plain = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
+    plain = OnTorch.load(folder, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(plain, np.random.default_rng(3), 40)
     assert_same(plain.forward([prompt(0, tokens)]), prepacked.forward([prompt(0, tokens)]))
 

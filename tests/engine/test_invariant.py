@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
-from outrider.engine.torch_layers.engine import NativeEngine
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
@@ -95,7 +94,7 @@ class Bench:
         return logits
 
 
-def grown(engine: NativeEngine, random: np.random.Generator, nodes: int, depth: float) -> Tree:
+def grown(engine: CpuEngine, random: np.random.Generator, nodes: int, depth: float) -> Tree:
     """A tree in which a node's parent is the one before it with probability `depth`, else any."""
     parents = [node - 1 if random.random() < depth else int(random.integers(-1, node)) for node in range(nodes)]
     return Tree(parents, random_tokens(engine, random, nodes))
@@ -208,6 +207,6 @@ def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
     if bench.dtype == "float32":
         assert_same(bench.logits, expected)
     else:
-        torchs = NativeEngine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
+        torchs = Reference.rounded(bench.folder, bench.dtype).logits(bench.text)
         ours, usual = (np.sqrt(np.mean((logits - expected) ** 2)) for logits in (bench.logits, torchs))
         assert ours <= 1.1 * usual

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import chosen_backend, load_engine, outline
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.treeless import TreelessEngine
 from outrider.errors import CheckpointError, ConfigError
@@ -43,7 +43,7 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
     monkeypatch.setitem(sys.modules, "outrider._native", None)  # as if it had not been built
     with caplog.at_level("WARNING", "outrider"):
         engine = load(folder)
-    assert type(engine) is NativeEngine
+    assert type(engine) is DeviceEngine
     assert "was not built when Outrider was installed, which needs a C++ compiler" in engine.computed_by
     assert f"{folder} is computed by torch, not by the compiled kernels: it was not built" in caplog.text
 
@@ -86,6 +86,19 @@ def test_invariant_numerics_are_for_the_compiled_kernels(tmp_path: Path, monkeyp
     assert load(folder).numerics == "fast"
     with pytest.raises(ConfigError, match="numerics: invariant is for the compiled kernels alone, and OUTRIDER_ENGINE"):
         load(folder, numerics="invariant")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_torch_quantizes_nothing_on_a_cpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    with pytest.raises(ConfigError, match=f"dtype: {dtype} on a CPU is for the compiled kernels .*; use bfloat16"):
+        load(make_checkpoint(tmp_path), dtype=dtype)
+
+
+def test_the_host_chooses_tokens_where_torch_serves_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    engine = load(make_checkpoint(tmp_path), dtype="bfloat16", kv_memory=1 << 30)
+    assert (engine.samples, engine.restricts, engine.grows, engine.runs_on, engine.apart) == (False,) * 5
 
 
 def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:

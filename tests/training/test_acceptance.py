@@ -14,8 +14,8 @@ from torch import Tensor
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.training.acceptance import (
     TargetTexts,
     acceptance_length,
@@ -27,8 +27,8 @@ from outrider.training.acceptance import (
 PROMPT, ANSWER, GAMMA = 24, 40, 4
 
 
-def load(name: str, slots: int) -> NativeEngine:
-    return NativeEngine.load(Path("models") / name, dtype="float32", slots=slots, rows=128, threads=1)
+def load(name: str, slots: int) -> CpuEngine:
+    return CpuEngine.load(Path("models") / name, dtype="float32", slots=slots, rows=128, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def generated(request: pytest.FixtureRequest, prompts: list[list[int]]) -> Targe
     return generate_texts(load("target", len(prompts)), prompts, temperature=request.param, tokens=ANSWER, seed=7)
 
 
-def after(engine: NativeEngine) -> Callable[[Tensor], Tensor]:
+def after(engine: CpuEngine) -> Callable[[Tensor], Tensor]:
     def logits(ids: Tensor) -> Tensor:
         count = ids.shape[1]
         return torch.from_numpy(engine.forward([Segment(0, 0, ids[0].numpy(), np.arange(count))])).clone()[None]
@@ -90,7 +90,7 @@ def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(gener
     assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), generated))
 
 
-def drafted(engine: NativeEngine, generated: TargetTexts) -> float:
+def drafted(engine: CpuEngine, generated: TargetTexts) -> float:
     """By really drafting chains, one token after the other, from each root."""
     steps = tokens = 0
     for text, seed in zip(generated.tokens.tolist(), generated.seeds, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-SWITCH = "OUTRIDER_ENGINE"  # "torch": use the engine on torch, also where the compiled one is installed
+SWITCH = "OUTRIDER_ENGINE"  # "torch": have torch compute, also where the compiled one is installed
 
 
 def missing() -> str:

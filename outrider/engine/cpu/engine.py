@@ -118,7 +118,7 @@ class CpuEngine(Engine):
         instructions: str = "",
         kv_memory: int | None = None,
     ) -> CpuEngine:
-        """Load a checkpoint folder; for the other parameters see `NativeEngine.load`.
+        """Load a checkpoint folder; for the other parameters see `load_engine`.
 
         `instructions`: the instruction set to use; "": the best one. `kv_memory`: bytes for the KV of all slots
         together; None: as much as they can take.

@@ -7,8 +7,7 @@ replayed as one call (`cuda_graphs`): moves of committed cache rows, and the lay
 under shared noise. Only the chosen tokens return to the host. Logits stay on the device until a row is used, by
 contracts with filters or penalties and by drafters.
 
-With `device="cpu"` the same code runs on operations of torch and without recordings, which serves tests; for CPUs use
-`CpuEngine`.
+With `device="cpu"` the same code runs on operations of torch and without recordings, where `CpuEngine` does not run.
 """
 
 from __future__ import annotations
@@ -68,6 +67,8 @@ from outrider.engine.interface.features import Features
 from outrider.engine.interface.logits import Logits
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.tensor_parallel.group import ALONE, TensorGroup
+from outrider.engine.threads import TorchThreads
+from outrider.engine.torch_layers.kv_cache import lazy_zeros
 from outrider.engine.torch_layers.weights import WeightSource
 from outrider.errors import ConfigError
 
@@ -126,9 +127,11 @@ class DeviceEngine(Engine):
         engine has none; `features`: that passes return; `states`: that the rows of heads continue; `eagle`: heads that
         may follow this engine; `make_layers`: called as `LlamaLayers` is.
         """
-        dtype = weights.head.dtype
+        dtype = weights.embedding.dtype
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one for padding
-        self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._cache = (
+            lazy_zeros(*shape, dtype=dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self._table = PageTable(slots, rows, pages)
         self.pages = pages
         self.eagle = eagle
@@ -160,6 +163,7 @@ class DeviceEngine(Engine):
             )
         )
         self.device = device
+        self._threads = TorchThreads(torch.get_num_threads())
         self._config = config
         self._group = group
         self._kernels = kernels
@@ -220,7 +224,7 @@ class DeviceEngine(Engine):
         features: Features | None = None,
         heads: Path | None = None,
     ) -> DeviceEngine:
-        """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
+        """Load a checkpoint folder, or a rank's part of it; for the other parameters see `load_engine`.
 
         `kv_memory`: bytes for the KV of all slots together; None: as much as they can take, or the device has.
         `adapters`: most that can be held, for which KV leaves memory; 0: `load_adapter` is refused. `heads`: a folder
@@ -287,13 +291,13 @@ class DeviceEngine(Engine):
             weights = load_weights(source, config, group.shard, kept, torch_device, cast(DeviceDtype, dtype))
             shape = None
             if adapters:
-                form = AdapterForm.of(part, weights.head.dtype, torch_device)
+                form = AdapterForm.of(part, weights.embedding.dtype, torch_device)
                 shape = AdapterShape(config, group.shard, kept, form, adapters)
             reserved = 0 if shape is None else shape.reserved
-            page, eagle = page_bytes(part, weights.head.dtype), None
+            page, eagle = page_bytes(part, weights.embedding.dtype), None
             if heads is not None:
                 shared = weights if group.shard.of == 1 else None
-                eagle = EagleModel.read(heads, config, source, weights.head.dtype, torch_device, shared)
+                eagle = EagleModel.read(heads, config, source, weights.embedding.dtype, torch_device, shared)
                 page, reserved = page + eagle.page_bytes, reserved + eagle.reserved(slots)
             return cls(
                 part,
@@ -436,6 +440,7 @@ class DeviceEngine(Engine):
         in some slots.
         """
         self.check_segments(segments)
+        self._threads.prepare()
         result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
         self._begun, self._taken = None, []  # discard a pass started ahead: it may use these slots
         with torch.inference_mode(), self._current_device():

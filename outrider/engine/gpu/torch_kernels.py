@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from outrider.engine.gpu.adapters.low_rank import add_low_rank_by_address as add_low_rank
 from outrider.engine.gpu.attention.page_table import PAGE_ROWS
-from outrider.engine.gpu.attention.tree_attention import gathered_attention as attend
+from outrider.engine.gpu.attention.tree_attention import segment_attention as attend
 from outrider.engine.gpu.kernels import LayerForm
 from outrider.engine.gpu.sampling import sampling
 

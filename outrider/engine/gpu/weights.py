@@ -12,14 +12,15 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.gpu.linears.float8 import Float8Weight, quantized
 from outrider.engine.gpu.linears.int4 import GroupedInt4Weight, quantized4
 from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.torch_layers.linear import Linear, float_linear
 from outrider.engine.torch_layers.weights import LayerWeights, WeightReader, WeightSource
 
 DeviceDtype = Literal["float32", "bfloat16", "float8", "int4"]  # of the layers' linears
-Weight = Tensor | Float8Weight | GroupedInt4Weight
+Weight = Tensor | Float8Weight | GroupedInt4Weight | Linear
 
 
 class DeviceLayer(NamedTuple):
-    """The weights of one layer, as `LayerWeights`; those of linears may have 8 or 4 bits."""
+    """The weights of one layer, as `LayerWeights`; those of linears may have 8 or 4 bits, or are packed for a CPU."""
 
     attention_norm: Tensor
     qkv: Weight
@@ -40,7 +41,9 @@ class DeviceLayer(NamedTuple):
         def stored(weight: Tensor) -> Weight:
             if dtype == "int4":
                 return quantized4(weight)
-            return quantized(weight) if dtype == "float8" else weight
+            if dtype == "float8":
+                return quantized(weight)
+            return float_linear(weight, None, weight.dtype) if weight.device.type == "cpu" else weight
 
         norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -71,7 +74,7 @@ class ModelWeights(NamedTuple):
     embedding: Tensor  # [vocabulary, width / ranks]
     layers: tuple[DeviceLayer, ...]
     norm: Tensor  # [width]
-    head: Tensor  # [vocabulary / ranks, width]; the same tensor as the embedding where possible
+    head: Tensor  # [vocabulary / ranks, width], float32 on a CPU; the same tensor as the embedding where possible
     parameters: int  # of the layers that were read, on all ranks
     dtype: DeviceDtype
 
@@ -94,8 +97,9 @@ def load_weights(
     `config`: that of the complete model. Raises CheckpointError.
     """
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
-    reader = WeightReader(source, config, shard, group_first=False, device=device, dtype=kind)
+    reader = WeightReader(source, config, shard, device=device, dtype=kind)
     embedding = reader.embedding()
     layers = tuple(DeviceLayer.of(reader.layer(index), dtype) for index in kept)
     head = embedding if config.tied and shard.of == 1 else reader.head()
+    head = head.float() if device.type == "cpu" else head
     return ModelWeights(embedding, layers, reader.norm(), head, reader.parameters, dtype)

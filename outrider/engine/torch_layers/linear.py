@@ -20,7 +20,7 @@ class Linear:
 
     apply: Callable[[Tensor], Tensor]
     dtype: torch.dtype  # of inputs and outputs
-    bytes: int  # of its weight; every call reads all of them
+    nbytes: int  # of its weight; every call reads all of them
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.apply(x.to(self.dtype))

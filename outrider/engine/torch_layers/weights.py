@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +22,7 @@ class WeightSource(Protocol):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer. Linears are [outputs, inputs]; `output` takes query heads in the order of `qkv`."""
+    """The weights of one layer. Linears are [outputs, inputs]."""
 
     attention_norm: Tensor  # [width]
     qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, width]
@@ -46,9 +45,7 @@ class WeightReader:
     """Reads the part of a model that `shard` holds. All methods may raise CheckpointError.
 
     `config`: that of the complete model. Tensors are copied to `device` in `dtype`, norms in float32; without a device
-    they are as stored. `interleaved`: the two numbers that RoPE rotates are neighbours in queries and keys;
-    otherwise they are in two halves, as in the checkpoint. `group_first`: query heads are ordered (group, KV head), so
-    that one attention call has those which share a KV head side by side without a copy; else as in the checkpoint.
+    they are as stored.
     """
 
     def __init__(
@@ -57,17 +54,12 @@ class WeightReader:
         config: ModelConfig,
         shard: Shard,
         *,
-        interleaved: bool = False,
-        group_first: bool = True,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._source = source
         self._config = config
         self._shard = shard
-        self._part = shard.config(config)
-        self._interleaved = interleaved
-        self._reorders_heads = group_first
         self._device = device
         self._dtype = dtype
         self.parameters = 0  # read so far, on all ranks together
@@ -87,10 +79,8 @@ class WeightReader:
         shard_queries = shard.part(it.heads, it.head_dim)
         shard_keys = slice(shard_heads.start * it.head_dim, shard_heads.stop * it.head_dim)
 
-        query = self._outputs(
-            f"{attention}.q_proj", queries, it.qkv_bias, shard_queries, self._rope_order, self._group_first
-        )
-        key = self._outputs(f"{attention}.k_proj", keys, it.qkv_bias, shard_keys, self._rope_order)
+        query = self._outputs(f"{attention}.q_proj", queries, it.qkv_bias, shard_queries)
+        key = self._outputs(f"{attention}.k_proj", keys, it.qkv_bias, shard_keys)
         value = self._outputs(f"{attention}.v_proj", keys, it.qkv_bias, shard_keys)
         output, output_bias = self._inputs(f"{attention}.o_proj", queries, it.output_bias, shard_queries)
         gate = self._outputs(f"{ffn}.gate_proj", it.ffn, it.ffn_bias, shard_units)
@@ -98,9 +88,9 @@ class WeightReader:
         return LayerWeights(
             self._norm(f"{prefix}.input_layernorm", it.width),
             *_joined(query, key, value),
-            self._rope_order(self._norm(f"{attention}.q_norm", it.head_dim)) if it.head_norms else None,
-            self._rope_order(self._norm(f"{attention}.k_norm", it.head_dim)) if it.head_norms else None,
-            self._group_first(output.T).T.contiguous(),
+            self._norm(f"{attention}.q_norm", it.head_dim) if it.head_norms else None,
+            self._norm(f"{attention}.k_norm", it.head_dim) if it.head_norms else None,
+            output,
             output_bias,
             self._norm(f"{prefix}.post_attention_layernorm", it.width),
             *_joined(gate, up),
@@ -132,13 +122,10 @@ class WeightReader:
     def _norm(self, name: str, size: int) -> Tensor:
         return self._take(f"{name}.weight", size, dtype=torch.float32)
 
-    def _outputs(self, name: str, size: int, biased: bool, part: slice, *orders: Callable[[Tensor], Tensor]) -> _Linear:
-        """Return this rank's part of a linear over the residual stream: the `part` outputs, reordered."""
+    def _outputs(self, name: str, size: int, biased: bool, part: slice) -> _Linear:
+        """Return this rank's part of a linear over the residual stream: the `part` outputs."""
         weight = self._take(f"{name}.weight", size, self._config.width, rows=part)
-        bias = self._take(f"{name}.bias", size, rows=part) if biased else None
-        for order in orders:
-            weight, bias = order(weight), None if bias is None else order(bias)
-        return weight, bias
+        return weight, self._take(f"{name}.bias", size, rows=part) if biased else None
 
     def _inputs(self, name: str, size: int, biased: bool, part: slice) -> _Linear:
         """Return this rank's part of a linear into the residual stream: the `part` inputs, and on rank 0 the bias."""
@@ -146,35 +133,11 @@ class WeightReader:
         bias = self._take(f"{name}.bias", self._config.width) if biased else None
         return weight, None if self._shard.rank else bias
 
-    def _rope_order(self, rows: Tensor) -> Tensor:
-        """Return rows of queries or keys in the order that RoPE needs."""
-        return interleave(rows, self._config.head_dim) if self._interleaved else rows
-
-    def _group_first(self, rows: Tensor) -> Tensor:
-        """Return rows in the order (group, kv head, dim), from (kv head, group, dim), where that is wanted."""
-        return group_first(rows, self._part) if self._reorders_heads else rows
-
 
 def _joined(*linears: _Linear) -> _Linear:
     """Join several linears over the same inputs to one."""
     biases = [bias for _, bias in linears if bias is not None]
     return torch.cat([weight for weight, _ in linears]), torch.cat(biases) if biases else None
-
-
-def group_first(rows: Tensor, config: ModelConfig) -> Tensor:
-    """Return rows of query heads in the order (group, kv head, dim), from (kv head, group, dim)."""
-    shaped = rows.reshape(config.kv_heads, config.group, config.head_dim, *rows.shape[1:])
-    return shaped.transpose(0, 1).reshape(rows.shape)
-
-
-def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Return the rows of a query or key projection, reordered so that the two numbers of a RoPE pair are neighbours.
-
-    Checkpoints pair dimension j with j + head_dim / 2; neighbours are one complex number in memory.
-    """
-    heads = weight.shape[0] // head_dim
-    paired = weight.reshape(heads, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2)
-    return paired.reshape(weight.shape)
 
 
 def complex_rotations(rope: Rope, positions: int, head_dim: int) -> Tensor:

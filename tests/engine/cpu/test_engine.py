@@ -21,7 +21,6 @@ from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
 from tests.engine.small_checkpoints import random_tokens as random_text
@@ -70,7 +69,7 @@ def test_every_instruction_set_rounds_alike(dtype: str, instructions: str) -> No
     text = random_text(load(), np.random.default_rng(2), 60)
     ours = load(dtype=dtype, instructions=instructions).forward([prompt(0, text)])
     exact = load().forward([prompt(0, text)])
-    torchs = NativeEngine.load(DRAFTER, dtype=dtype, slots=1, threads=1).forward([prompt(0, text)])  # type: ignore[arg-type]
+    torchs = Reference.rounded(DRAFTER, dtype).logits(text)
     error, usual = (np.sqrt(np.mean((logits - exact) ** 2)) for logits in (ours, torchs))
     assert error < 1.1 * usual
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outrider.engine.gpu import torch_kernels
+from outrider.engine.gpu.attention.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.gpu.passes.cuda_graphs import Recorder
 
 DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")  # where these tests run the device's engine
@@ -103,5 +107,55 @@ class Graphs(Tapes):
 
 def taped(engine: Any) -> Tapes:
     """Has an engine record as if it were on a GPU, unless it is on one."""
+    if not ON_GPU:
+        engine._model.kernels = recordable
     engine.recorder = tapes = Graphs(engine.recorder) if ON_GPU else Tapes()
     return tapes
+
+
+def gathered_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: Tensor,
+    trees: Tensor,
+    pages: Tensor,
+    *,
+    plan: AttentionPlan,
+    buffers: AttentionBuffers,
+) -> Tensor:
+    """What `tree_attention` computes, with operations of torch that a recording can have.
+
+    Each row gets a copy of its text's keys and values.
+    """
+    row = torch.arange(plan.rows, device=tiles.device)[:, None]
+    first, count = tiles[:, 0], tiles[:, 1]
+    member = (row >= first) & (row < first + count)  # [rows, capacity]
+    used = member.any(1)
+    first, _, page, prefix, span, behind = tiles[member.int().argmax(1)].unbind(1)
+    key, value = (_texts(held, pages, page, plan.text_pages).float() for held in (keys, values))
+    offset = torch.arange(key.shape[2], device=tiles.device) - prefix[:, None]  # [rows, longest text]
+    word = trees.gather(1, (offset >> 5).clamp(0, trees.shape[1] - 1))
+    bit = (word >> (offset & 31)) & 1 != 0
+    causal = offset <= behind[:, None] + row - first[:, None]
+    kept = (offset < span[:, None]) & used[:, None]
+    seen = kept & ((offset < 0) | torch.where(behind[:, None] >= 0, causal, bit))
+    value = value.where(kept[:, None, :, None], 0.0)
+    folded = queries.float().reshape(plan.rows, plan.kv_heads, plan.group, plan.dim)
+    scores = (folded @ key.transpose(2, 3)) * plan.dim**-0.5
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    attended = (weights.to(plan.dtype).float() @ value).reshape(queries.shape).to(plan.dtype)
+    result = buffers.result[: plan.rows]
+    return result.copy_(attended.where(used[:, None, None], result))
+
+
+def _texts(held: Tensor, pages: Tensor, first: Tensor, count: int) -> Tensor:
+    """The keys or values of each row's text: [rows, kv_heads, count * PAGE_ROWS, dim].
+
+    `first`: of each row, the first page of its text in `pages`. Behind a text's own pages lie any others.
+    """
+    entries = (first[:, None] + torch.arange(count, device=pages.device)).clamp_max(len(pages) - 1)
+    return held[pages[entries].clamp(0, len(held) - 1)].transpose(1, 2).flatten(2, 3)
+
+
+recordable: Any = SimpleNamespace(**vars(torch_kernels) | {"attend": gathered_attention})

@@ -21,6 +21,7 @@ from bench.low_rank_files import make_adapter, merge_adapter
 from outrider.core.sampling.noise import Draw
 from outrider.engine.adapters.low_rank import DOWN, GATE_UP, MODULES, OUTPUT, QKV, LowRankAdapter, LowRankUpdate
 from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.adapters import adapter_table
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm, DeviceAdapter
@@ -35,7 +36,7 @@ from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.masks import tree_mask
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.group import ALONE
-from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.torch_layers.linear import Linear
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import SHAPES, Tree, adapted, make_checkpoint, prompt, random_tokens
@@ -49,8 +50,8 @@ def on_device(folder: Path, **changes: Any) -> DeviceEngine:
     return DeviceEngine.load(folder, **terms)
 
 
-def eager(folder: Path) -> NativeEngine:
-    return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
+def eager(folder: Path) -> CpuEngine:
+    return CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
 
 
 def handle(engine: Engine, folder: Path) -> DeviceAdapter:
@@ -83,7 +84,7 @@ def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.fixture(scope="module")
-def references(checkpoint: Path, folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[NativeEngine]:
+def references(checkpoint: Path, folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[CpuEngine]:
     """The engines of the merged weights, and the one without adapters behind them."""
     folder = tmp_path_factory.mktemp("merged")
     merged = [merge_adapter(checkpoint, it, folder / it.name) for it in folders]
@@ -91,7 +92,7 @@ def references(checkpoint: Path, folders: list[Path], tmp_path_factory: pytest.T
 
 
 def expected_of(
-    references: Sequence[NativeEngine], segments: Sequence[Segment], which: Sequence[int | None]
+    references: Sequence[CpuEngine], segments: Sequence[Segment], which: Sequence[int | None]
 ) -> NDArray[np.float32]:
     found = [
         references[-1 if one is None else one].forward([replace(segment, adapter=None)])
@@ -122,7 +123,7 @@ def test_logits_are_those_of_merged_weights_for_every_shape(shape: str, tmp_path
 
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_of_several_adapters_and_without_share_passes(
-    checkpoint: Path, folders: list[Path], references: list[NativeEngine], seed: int
+    checkpoint: Path, folders: list[Path], references: list[CpuEngine], seed: int
 ) -> None:
     engine = on_device(checkpoint)
     random = np.random.default_rng(seed)
@@ -141,7 +142,7 @@ def test_texts_of_several_adapters_and_without_share_passes(
 
 
 def test_adapters_come_and_go_while_recordings_stay(
-    checkpoint: Path, folders: list[Path], references: list[NativeEngine]
+    checkpoint: Path, folders: list[Path], references: list[CpuEngine]
 ) -> None:
     """What an adapter that was dropped left behind is overwritten, so that a pass that read it would show."""
     engine = on_device(checkpoint)
@@ -230,11 +231,13 @@ def merge_into(engine: DeviceEngine, adapter: LowRankAdapter) -> None:
     """Have an engine compute with its own weights, whatever their type, plus those of an adapter, in bfloat16."""
 
     def merged(weight: Weight, updates: Mapping[str, LowRankUpdate], names: Sequence[str]) -> Tensor:
+        added = np.concatenate([updates[name].b @ updates[name].a for name in names])
         if isinstance(weight, Float8Weight):
             exact = weight.values.float() * weight.scales[:, None]
+        elif isinstance(weight, Linear):  # packed for a CPU
+            exact = weight(torch.eye(added.shape[1])).float().T
         else:
             exact = weight.exact().float() if isinstance(weight, GroupedInt4Weight) else weight.float()
-        added = np.concatenate([updates[name].b @ updates[name].a for name in names])
         return (exact + torch.from_numpy(added).to(exact.device)).bfloat16()
 
     model = engine._model

@@ -29,6 +29,7 @@ def engines() -> tuple[DeviceEngine, DeviceEngine, Tapes]:
     ours, theirs = (
         DeviceEngine.load(MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD) for _ in range(2)
     )
+    taped(theirs)
     return ours, theirs, taped(ours)
 
 

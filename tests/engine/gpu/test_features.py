@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.features import Features
-from outrider.engine.torch_layers.engine import NativeEngine
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import MODELS, Tree, prompt
 
@@ -19,7 +19,7 @@ def test_features_are_those_of_the_engine_for_torch(features: Features) -> None:
     device = DeviceEngine.load(
         MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD, features=features
     )
-    native = NativeEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, rows=HELD, threads=1, features=features)
+    native = CpuEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, rows=HELD, threads=1, features=features)
     tapes = taped(device)
     random = np.random.default_rng(2)
     texts = [random.integers(1, device.vocabulary, size) for size in (40, 12, 5)]

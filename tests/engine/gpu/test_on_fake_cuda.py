@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
-from outrider.engine.gpu import DeviceEngine, torch_kernels
+from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm
 from outrider.engine.gpu.adapters.adapter_table import AdapterShape
 from outrider.engine.gpu.eagle import eagle
@@ -28,9 +28,11 @@ from outrider.engine.gpu.eagle.eagle import DeviceEagle
 from outrider.engine.gpu.eagle.eagle_model import EagleModel
 from outrider.engine.gpu.passes import staging
 from outrider.engine.gpu.passes.cuda_graphs import NoRecorder
+from outrider.engine.gpu.weights import load_weights
 from outrider.engine.heads.config import Kind
 from outrider.engine.interface.features import Features
 from outrider.engine.tensor_parallel.group import ALONE
+from tests.engine.gpu.taped import recordable
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
 
@@ -143,15 +145,16 @@ def record(engine: DeviceEngine | DeviceEagle, rows: int, adapters: Sequence[boo
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Refusing]:
     def recorded(shape: str, rows: int) -> Refusing:
         folder = make_checkpoint(tmp_path / shape, shape)
-        loaded = DeviceEngine.load(folder, device="cpu", dtype="bfloat16", slots=3, rows=200)
+        meta = torch.device("meta")
         config, refusing = read_config(folder), Refusing()
+        loaded = load_weights(Weights(folder), config, ALONE.shard, range(config.layers), meta, "bfloat16")
         patch(monkeypatch)
         with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
             engine = DeviceEngine(
                 config,
                 tree_map(
                     lambda it: torch.zeros_like(it, device=CUDA) if isinstance(it, Tensor) else it,
-                    loaded._model.weights,
+                    loaded,
                 ),
                 b"",
                 device=CUDA,
@@ -159,7 +162,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                 rows=200,
                 pages=9,
                 group=ALONE,
-                kernels=torch_kernels,
+                kernels=recordable,
                 recorder=refusing,
                 adapters=AdapterShape(config, ALONE.shard, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
                 features=Features((1, 2), all_rows=True),
@@ -187,7 +190,7 @@ def test_nothing_of_the_recordings_of_heads_is_on_the_host(
     config, place = read_config(target), torch.device("cpu")
     model = EagleModel.read(tmp_path / "heads", config, Weights(target), torch.bfloat16, place)
     patch(monkeypatch)
-    monkeypatch.setattr(eagle, "kernels_for", lambda device: torch_kernels)
+    monkeypatch.setattr(eagle, "kernels_for", lambda device: recordable)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         model = replace(model, weights=on_cuda(model.weights))
         engine = DeviceEagle(model, b"", device=CUDA, slots=3, rows=200, pages=12, recorder=refusing, window=window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -108,9 +109,10 @@ def test_more_splits_than_keys(on_device: Run) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("group", [1, 3])
-def test_operations_of_torch_compute_it_too(group: int, dtype: str) -> None:
+@pytest.mark.parametrize("by", ["segments", "gathering"])
+def test_operations_of_torch_compute_it_too(by: Literal["segments", "gathering"], group: int, dtype: str) -> None:
     parts = (Chain(130, 1), Branches(5, 6), Scattered(64, 3, 70), Chain(1, 20), Branches(129, 1), Chain(0, 40))
-    case = Case(parts, rows=80, group=group, kv_heads=2, dim=24, dtype=dtype, gathered=True)
+    case = Case(parts, rows=80, group=group, kv_heads=2, dim=24, dtype=dtype, by=by)
     check(lambda function, *arguments: function(*arguments, "cpu"), case)
 
 

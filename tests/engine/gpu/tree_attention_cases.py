@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from outrider.engine.gpu.attention.tree_attention import (
     TREE_WORDS,
     AttentionBuffers,
     AttentionPlan,
-    gathered_attention,
     lay_tiles,
+    segment_attention,
     tree_attention,
 )
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.masks import tree_mask
+from tests.engine.gpu.taped import gathered_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MARK = 7.0  # in rows that no tile has
@@ -68,7 +70,7 @@ class Case:
     dtype: str = "float32"
     splits: int | None = None
     seed: int = 0
-    gathered: bool = False  # by operations of torch
+    by: Literal["kernels", "segments", "gathering"] = "kernels"  # others are operations of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,10 @@ def compare(case: Case, device: str) -> Outcome:
     laid = map(torch.from_numpy, (tiles, trees, pages))
     inputs = [it.to(device) for it in (queries, *held_pages, *laid)]
     results = []
-    attention = gathered_attention if case.gathered else tree_attention
+    ways = {"kernels": tree_attention, "segments": segment_attention, "gathering": gathered_attention}
     for _ in range(2 if device == "cuda" else 1):
         buffers.result.fill_(MARK)
-        results.append(attention(*inputs, plan=plan, buffers=buffers).cpu().clone())
+        results.append(ways[case.by](*inputs, plan=plan, buffers=buffers).cpu().clone())
     expected = reference(queries, cache[0], cache[1], segments, case.group)
     used = len(expected)
     return Outcome(

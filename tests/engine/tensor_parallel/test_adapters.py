@@ -35,7 +35,6 @@ from outrider.engine.tensor_parallel.leader import BEAT_S, follow, lead
 from outrider.engine.tensor_parallel.rank_messages import AdapterPiece, Change, DropAdapter, decode
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import CheckpointError, Unavailable
 from tests.engine.ranked import leading, meet, meeting_point, ranked
 from tests.engine.small_adapters import make_adapter
@@ -150,9 +149,9 @@ def test_ranks_add_what_one_rank_adds(shape: str, of: int, tmp_path: Path, monke
 
 
 def test_ranks_on_torch_add_what_one_rank_adds(checkpoint: Path, folders: list[Path]) -> None:
-    alone = NativeEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
     expected = steps(alone, [alone.load_adapter(it)[0] for it in folders])
-    with ranked(2, checkpoint, by="torch") as ranks, ranks.lead(checkpoint) as engine:
+    with ranked(2, checkpoint, by="torch", adapters=len(folders)) as ranks, ranks.lead(checkpoint) as engine:
         for ours, theirs in zip(steps(engine, [load(engine, it) for it in folders]), expected, strict=True):
             assert_same(ours, theirs)
 

@@ -29,8 +29,8 @@ from outrider.engine.tensor_parallel.rank_messages import (
     encode,
 )
 from outrider.engine.tensor_parallel.sharding import Shard, degrees
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
+from tests.engine.conftest import OnTorch
 from tests.engine.ranked import LOADING, Connected, growth, ranked
 from tests.engine.small_checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
 
@@ -43,7 +43,7 @@ WAYS: list[tuple[Connected, int]] = [("sockets", 2), ("sockets", 4), ("torch", 2
 
 def load_alone(by: Connected, folder: Path) -> Engine:
     """The whole model in one process, on the engine that such ranks have."""
-    return (CpuEngine if by == "sockets" else NativeEngine).load(folder, **LOADING)
+    return (CpuEngine if by == "sockets" else OnTorch).load(folder, **LOADING)
 
 
 @pytest.fixture(scope="class", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")

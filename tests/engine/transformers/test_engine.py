@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.cli.verification.reference import Reference as VerificationReference
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.sharding import Shard
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.engine.transformers.engine import TransformersEngine, batches
 from outrider.engine.transformers.pretrained import NO_HUB_KERNELS, SAFE_LOADING
 from outrider.engine.transformers.tree_attention import AttentionBatch
@@ -161,7 +161,7 @@ def test_drafts_beyond_the_context_do_not_fail(pair: tuple[Engine, Reference]) -
 
 def test_it_computes_what_the_native_engine_computes(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped")
-    ours, native = load(folder), NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
+    ours, native = load(folder), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
     random = np.random.default_rng(5)
     history, tree = random_tokens(native, random, 40), Tree.random(native, random, 14)
     for engine in (ours, native):

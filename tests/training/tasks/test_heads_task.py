@@ -11,11 +11,11 @@ import torch
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.model_card import read_card
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.heads.config import KINDS, Kind, read_heads_config
 from outrider.engine.heads.loading import check_family, load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 from outrider.engine.interface.batch import Segment
-from outrider.engine.torch_layers.engine import NativeEngine
 from outrider.errors import ConfigError
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.recipe import HeadsRecipe
@@ -67,7 +67,7 @@ def test_heads_learn_and_draft_as_was_measured(kind: Kind, target: Path, tmp_pat
     assert card.acceptance == after.by_name()
     # One text under the noise, root by root: what the folder drafts is accepted as far as was measured of such texts.
     shape = read_heads_config(settings.output)
-    engine = NativeEngine.load(target, dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
+    engine = CpuEngine.load(target, dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
     generated = generate_texts(engine, [[7, 8, 9, 10] * 4] * 2, temperature=1.0, tokens=40, seed=5)
     with torch.no_grad():
         for weight in training.student.parameters():
@@ -76,7 +76,7 @@ def test_heads_learn_and_draft_as_was_measured(kind: Kind, target: Path, tmp_pat
     assert drafted(settings.output, target, engine, generated) == pytest.approx(measured, abs=1e-6)
 
 
-def drafted(heads: Path, target: Path, engine: NativeEngine, generated: TargetTexts) -> float:
+def drafted(heads: Path, target: Path, engine: CpuEngine, generated: TargetTexts) -> float:
     steps = tokens = 0
     speculator = load_speculator(heads, target, precise=True, slots=1, context=96)
     for text, seed in zip(generated.tokens.tolist(), generated.seeds, strict=True):

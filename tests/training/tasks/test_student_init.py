@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.torch_layers.engine import NativeEngine
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.errors import CheckpointError, ConfigError, OutriderError, TokenizerMismatch
 from outrider.training.data.corpus import Vocabulary
 from outrider.training.recipe import DrafterRecipe
@@ -34,7 +34,7 @@ def test_all_layers_of_the_target_are_the_target(target: Path, tmp_path: Path) -
 
 def test_some_layers_of_the_target_are_what_the_engine_makes_of_them(target: Path, tmp_path: Path) -> None:
     made = student(recipe(target, tmp_path, layers=(0, 2))).eval()
-    engine = NativeEngine.load(target, dtype="float32", skip=(1,), slots=1, threads=1)
+    engine = CpuEngine.load(target, dtype="float32", skip=(1,), slots=1, threads=1)
     with torch.no_grad():
         expected = made(TEXT).logits[0].numpy()
     assert abs(engine.forward([prompt(0, TEXT[0].numpy(), wanted=40)]) - expected).max() < 1e-4

@@ -63,7 +63,7 @@ class Watched:
 
     def __init__(self, speculator: Speculator) -> None:
         self.begun = self.expanded = self.grown = 0
-        self.level_s = 0.0  # by which each level is late
+        self.level_s = 0.0  # a delay of each level
         self.roots: list[tuple[list[int], FloatRows]] = []
         self.threads: set[threading.Thread] = set()
         self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary

@@ -21,8 +21,8 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.engine.torch_layers.engine import NativeEngine
 from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.engine.conftest import EngineClass, OnTorch
 from verifier_svc.batch import StepBatch
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.proposers.lookahead import settle
@@ -176,10 +176,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
 
 
-@pytest.mark.parametrize("engine_class", [CpuEngine, NativeEngine])
-async def test_with_a_window_in_every_step_the_text_is_the_target_s(
-    folder: Path, engine_class: type[CpuEngine] | type[NativeEngine]
-) -> None:
+@pytest.mark.parametrize("engine_class", [CpuEngine, OnTorch])
+async def test_with_a_window_in_every_step_the_text_is_the_target_s(folder: Path, engine_class: EngineClass) -> None:
     engine = engine_class.load(folder, dtype="float32", slots=4, threads=1)
     terms = [
         {"temperature": 0.0},

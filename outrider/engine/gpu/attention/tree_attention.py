@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import log2, sqrt
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from outrider.engine.gpu.attention.page_table import PAGE_ROWS, pages_of
 from outrider.engine.interface.batch import Segment
+from outrider.engine.torch_layers.attention import attend_text
 
 TREE_WORDS = 16  # of bits, for each row of a pass
 TREE_COLUMNS = 32 * TREE_WORDS  # cache rows behind the prefix that a tree may have
@@ -211,7 +214,7 @@ def tree_attention(
     return result
 
 
-def gathered_attention(
+def segment_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -222,38 +225,28 @@ def gathered_attention(
     plan: AttentionPlan,
     buffers: AttentionBuffers,
 ) -> Tensor:
-    """Compute what `tree_attention` does with operations of torch alone, which CPUs have.
+    """Compute what `tree_attention` does on a CPU, one segment after another.
 
-    Each row gets a copy of its text's keys and values, so this serves tests of small models.
+    The host reads the tiles, so that a recording cannot have this.
     """
-    row = torch.arange(plan.rows, device=tiles.device)[:, None]
-    first, count = tiles[:, 0], tiles[:, 1]
-    member = (row >= first) & (row < first + count)  # [rows, capacity]
-    used = member.any(1)
-    first, _, page, prefix, span, behind = tiles[member.int().argmax(1)].unbind(1)
-    key, value = (_texts(held, pages, page, plan.text_pages).float() for held in (keys, values))
-    offset = torch.arange(key.shape[2], device=tiles.device) - prefix[:, None]  # [rows, longest text]
-    word = trees.gather(1, (offset >> 5).clamp(0, trees.shape[1] - 1))
-    bit = (word >> (offset & 31)) & 1 != 0
-    causal = offset <= behind[:, None] + row - first[:, None]
-    kept = (offset < span[:, None]) & used[:, None]
-    seen = kept & ((offset < 0) | torch.where(behind[:, None] >= 0, causal, bit))
-    value = value.where(kept[:, None, :, None], 0.0)
-    folded = queries.float().reshape(plan.rows, plan.kv_heads, plan.group, plan.dim)
-    scores = (folded @ key.transpose(2, 3)) * plan.dim**-0.5
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    attended = (weights.to(plan.dtype).float() @ value).reshape(queries.shape).to(plan.dtype)
     result = buffers.result[: plan.rows]
-    return result.copy_(attended.where(used[:, None, None], result))
+    for page, tiles_of_segment in groupby(tiles[tiles[:, 1] > 0].tolist(), key=itemgetter(2)):
+        (first, _, _, prefix, _, behind), *_ = laid = [*tiles_of_segment]
+        rows, span = slice(first, laid[-1][0] + laid[-1][1]), laid[-1][4]
+        text = pages[page : page + pages_of(prefix + span)]
+        key, value = (held[text].transpose(0, 1).flatten(1, 2)[:, : prefix + span] for held in (keys, values))
+        seen = None
+        if span > 1:  # else a single row, which sees all
+            seen = torch.ones(rows.stop - rows.start, prefix + span, dtype=torch.bool)
+            seen[:, prefix:] = _bits(trees[rows], span) if behind == TREE else seen[:, prefix:].tril()
+        result[rows] = attend_text(queries[rows], key, value, seen)
+    return result
 
 
-def _texts(held: Tensor, pages: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return the keys or values of each row's text: [rows, kv_heads, count * PAGE_ROWS, dim].
-
-    `first`: of each row, the first page of its text in `pages`. Behind a text's own pages lie any others.
-    """
-    entries = (first[:, None] + torch.arange(count, device=pages.device)).clamp_max(len(pages) - 1)
-    return held[pages[entries].clamp(0, len(held) - 1)].transpose(1, 2).flatten(2, 3)
+def _bits(trees: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits of each row: [rows, count] bool."""
+    found = np.unpackbits(trees.numpy().view(np.uint8), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(found.astype(np.bool_))
 
 
 def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int32], trees: NDArray[np.int32]) -> int:

@@ -45,7 +45,7 @@ class DeviceEagle(DeviceEngine):
         """`digest`: of the target's tokenizer; `window`: rows of each text whose features are kept, the latest; None:
         of all rows.
         """
-        self.states = RowStates(slots, window or rows, model.config.width, model.weights.head.dtype, device)
+        self.states = RowStates(slots, window or rows, model.config.width, model.weights.embedding.dtype, device)
         super().__init__(
             model.config,
             model.weights,

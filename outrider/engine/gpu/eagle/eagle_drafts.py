@@ -90,7 +90,7 @@ class DeviceEagleDrafts:
             window=KEPT_ROWS,
         )
         self.unpadded_vocabulary = self._engine.unpadded_vocabulary
-        network, dtype = model.network, model.weights.head.dtype
+        network, dtype = model.network, model.weights.embedding.dtype
         self._fuse = network.fuse.weight.detach().to(device, dtype) if isinstance(network, Eagle3) else None
         self._texts = [_Text(np.zeros(KEPT_ROWS, np.int64)) for _ in range(slots)]
         self._rows = DraftedRows()

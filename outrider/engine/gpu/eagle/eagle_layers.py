@@ -31,13 +31,13 @@ class EagleLayers(LlamaLayers):
         super().__init__(*sizes, kernels=kernels, **more)
         self._states = states
         self._normed = isinstance(network, Eagle3)
-        self._enter = _entry(network, kernels, self.weights.head.dtype, self.hidden.device)
+        self._enter = _entry(network, kernels, self.weights.embedding.dtype, self.hidden.device)
         # A row's position is that of its features' token.
         self._cos, self._sin = (torch.cat([table[:1], table[:-1]]) for table in (self._cos, self._sin))
 
     def compute(self, plan: AttentionPlan, inputs: RowInputs[Tensor], adapters: PlainPass | AdaptedPass) -> None:
         """Compute the states of all rows, with their keys and values."""
-        kernels, form, kind = self._kernels, self.form, self.weights.head.dtype
+        kernels, form, kind = self.kernels, self.form, self.weights.embedding.dtype
         (layer,) = self.weights.layers
         kernels.move(self._cache, *inputs.moves)
         embedded = embedding(inputs.tokens, self.weights.embedding).float()

@@ -63,13 +63,13 @@ class EagleModel:
 
     def reserved(self, slots: int) -> int:
         """Return the bytes that heads beside a target take, with all but as many pages as the target has."""
-        states = RowStates.bytes_of(slots, KEPT_ROWS, self.config.width, self.weights.head.dtype)
+        states = RowStates.bytes_of(slots, KEPT_ROWS, self.config.width, self.weights.embedding.dtype)
         return states + slots * SPARE_PAGES * self.page_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of the heads' KV."""
-        return page_bytes(self.config, self.weights.head.dtype)
+        return page_bytes(self.config, self.weights.embedding.dtype)
 
 
 def _weights(

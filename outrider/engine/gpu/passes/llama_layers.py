@@ -19,6 +19,7 @@ from outrider.engine.gpu.passes.packing import MOST_ROWS
 from outrider.engine.gpu.weights import ModelWeights, Weight
 from outrider.engine.interface.features import Features
 from outrider.engine.tensor_parallel.group import TensorGroup
+from outrider.engine.torch_layers.linear import Linear
 
 CONVERTED = 2**24  # weights of 8 or 4 bits that are converted at once, for passes of many rows
 
@@ -56,14 +57,14 @@ class LlamaLayers:
         self._cache = cache
         self._wanted = features
         self._group = group
-        self._kernels = kernels
+        self.kernels = kernels
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=cache.dtype, device=device) if converted else None
 
     def compute(self, plan: AttentionPlan, inputs: RowInputs[Tensor], adapters: PlainPass | AdaptedPass) -> None:
         """Move cache rows, and compute the residual stream of all rows, with their keys and values."""
-        kernels, weights, form, add = self._kernels, self.weights, self.form, self._group.all_reduce
-        kind, last = weights.head.dtype, len(weights.layers) - 1
+        kernels, weights, form, add = self.kernels, self.weights, self.form, self._group.all_reduce
+        kind, last = weights.embedding.dtype, len(weights.layers) - 1
         kernels.move(self._cache, *inputs.moves)
         hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
         normed = kernels.norm(hidden, weights.layers[0].attention_norm, form.eps, kind)
@@ -105,9 +106,11 @@ class LlamaLayers:
             return linear8(x, weight, bias, self._converted)
         if isinstance(weight, GroupedInt4Weight):
             return linear4(x, weight, bias, self._converted)
+        if isinstance(weight, Linear):
+            return weight(x) if bias is None else weight(x).add_(bias)
         return linear(x, weight, bias)
 
     def logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
         """Return the logits of the rows that want them, in parts to be added; of this rank's ids."""
         wanted = self.hidden.index_select(0, inputs.rows)
-        return self._kernels.head(wanted, self.weights.norm, self.form.eps, self.weights.head)
+        return self.kernels.head(wanted, self.weights.norm, self.form.eps, self.weights.head)
