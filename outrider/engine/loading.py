@@ -148,7 +148,7 @@ def load_engine(
     Layers that are left out are not read, and do not count in `parameters`. `numerics`: "invariant" requires that a
     token's logits have the same bits in every pass; the compiled kernels guarantee that in any case.
     `slots`: number of sessions. `rows`: cache rows of each; None: the checkpoint's context and 256 of scratch.
-    `threads`: of operations on a CPU, in the complete process; None: as many as there are processors. `group`: the
+    `threads`: of operations on a CPU, in the complete process; None: one for each processor. `group`: the
     ranks that share a model. `features`: that passes return beside logits. `progress` is called with the fraction done,
     0 to 1. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; the compiled kernels need no
     preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
