@@ -258,7 +258,7 @@ async def test_the_last_events_may_come_behind_the_end_of_their_call(monkeypatch
     taking = asyncio.create_task(routed.next())
     await asyncio.sleep(0.01)
     assert not taking.done()
-    last = _calls.pb.GenerateResponse(finished=_calls.pb.Finished())
+    last = pb.GenerateResponse(finished=pb.Finished())
     routed.receive(last)
     assert await taking == last
     assert await routed.next() is None
