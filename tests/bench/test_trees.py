@@ -73,7 +73,7 @@ def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
                 assert rejected(same, language.p, q, 0.5) == pytest.approx(lenient, abs=1e-3)
 
 
-def test_under_shared_noise_the_targets_own_tokens_count_as_far_as_the_tree_has_them() -> None:
+def test_under_shared_noise_the_tree_covers_the_targets_tokens_as_far_as_it_has_them() -> None:
     tree = ExpectedTree.of([(3,), (4,), (3, 1), (3, 1, 7)])
     assert followed(tree, lambda path: [3, 1, 7, 9][len(path)]) == 3
     assert followed(tree, lambda path: [4, 1][len(path)]) == 1

@@ -21,7 +21,7 @@ def test_the_line_for_scripts_has_the_worst_window_and_that_of_plain_decoding() 
     assert last_line([]) == "windows: -"
 
 
-def test_a_seed_s_loads_are_the_same_and_differ_from_one_another() -> None:
+def test_a_seed_reproduces_its_loads_and_the_loads_differ_from_one_another() -> None:
     loads = [*islice(shifting_loads(7), 60)]
     assert loads == [*islice(shifting_loads(7), 60)]
     assert {load.drafters for load in loads} == {*range(DRAFTERS + 1)}

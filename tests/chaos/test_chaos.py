@@ -41,7 +41,7 @@ async def test_one_kill_of_each_role_costs_no_session_a_token() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_seed_decides_what_strikes_and_when(name: str, tmp_path: Path) -> None:
+def test_a_seed_decides_which_faults_strike_and_when(name: str, tmp_path: Path) -> None:
     blows = scenario(name, 7, 3)
     assert blows == scenario(name, 7, 3)
     assert blows != scenario(name, 8, 3)
@@ -49,7 +49,7 @@ def test_a_seed_decides_what_strikes_and_when(name: str, tmp_path: Path) -> None
     assert read(tmp_path / "blows") == blows
 
 
-def test_what_is_no_scenario_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_chaos_scenario_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no 'flood'"):
         scenario("flood", 7, 1)
     (tmp_path / "blows").write_text('{"kind": "kill"}\n')
@@ -57,7 +57,7 @@ def test_what_is_no_scenario_is_refused_by_name(tmp_path: Path) -> None:
         read(tmp_path / "blows")
 
 
-def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
+def test_recovery_ends_with_the_silence_that_the_fault_began() -> None:
     def received(*times: float) -> Received:
         return Received(CASE, "s", times=list(times))
 
@@ -68,7 +68,7 @@ def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
     assert went_on(received(9.0, 10.4), 10.0)
 
 
-def test_every_way_to_go_wrong_is_counted_as_what_it_is() -> None:
+def test_every_kind_of_wrong_answer_is_counted_under_its_own_name() -> None:
     whole = Received(CASE, "s", [5, 6, 7, 8], [1.0, 1.0, 1e-5, 1.0])
 
     def judged(**changes: object) -> Tally:

@@ -82,7 +82,7 @@ async def soon(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_frozen_router_is_left_for_another_and_what_it_sends_when_it_thaws_is_refused(servers: Servers) -> None:
+async def test_a_frozen_router_loses_its_session_and_its_late_writes_are_refused(servers: Servers) -> None:
     zombie, other = servers.of("router")
     request = inference_pb2.GenerateRequest(
         text=PROMPT, sampling=inference_pb2.Sampling(max_tokens=TOKENS, seed=3, ignore_eos=True)

@@ -115,7 +115,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return seen
 
 
-async def test_one_generation_at_a_time_needs_no_stream(
+async def test_one_generation_at_a_time_opens_no_answer_stream(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     async with client_of(redis_url, monkeypatch) as client:
@@ -224,7 +224,7 @@ async def test_a_stream_without_calls_is_closed_and_opened_again(
             assert not used.running
 
 
-async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_once(
+async def test_a_router_without_answer_streams_is_not_asked_for_one_again_at_once(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 60.0)
@@ -237,7 +237,7 @@ async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_o
         assert router.streams == 1
 
 
-async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: ScriptedRouter, seen: Seen) -> None:
+async def test_a_call_holds_few_unread_events_and_loses_none(router: ScriptedRouter, seen: Seen) -> None:
     async with outrider.AsyncClient(router.address) as client, client.stream("endless") as first:
         await anext(aiter(first))
         async with client.stream("endless") as unread:

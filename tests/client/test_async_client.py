@@ -78,7 +78,7 @@ async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
         ({"role": "user", "content": "\ud800"}, r"messages\[1\]\.content: is not valid Unicode"),
     ],
 )
-async def test_what_is_no_message_is_named(router: ScriptedRouter, message: object, problem: str) -> None:
+async def test_a_malformed_message_is_named(router: ScriptedRouter, message: object, problem: str) -> None:
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.InvalidRequest, match=problem):
             await client.generate(messages=[{"role": "user", "content": "x"}, message])  # type: ignore[list-item]
@@ -299,7 +299,7 @@ async def test_a_silent_address_is_unavailable_within_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":7070", "host:"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(errors.ConfigError, match="HOST:PORT"):
         outrider.AsyncClient(address)
 

@@ -64,7 +64,9 @@ async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
 
 
 @pytest.mark.parametrize("after", [0, 3])
-async def test_what_somebody_cancelled_is_not_asked_for_again(router: ScriptedRouter, after: int) -> None:
+async def test_a_generation_cancelled_by_another_caller_is_not_requested_again(
+    router: ScriptedRouter, after: int
+) -> None:
     router.faults = iter([Fault(after, errors.Cancelled("the generation was cancelled while it waited for a slot"))])
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Cancelled, match="while it waited"):
@@ -123,7 +125,7 @@ async def test_tokens_that_come_from_the_log_come_in_one_chunk_whose_gaps_are_no
     assert_whole(stream.result, chunks)
 
 
-async def test_what_breaks_before_it_started_is_asked_for_again_with_the_same_key(router: ScriptedRouter) -> None:
+async def test_a_call_that_breaks_before_its_start_is_repeated_with_the_same_key(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(0), Fault(0), Fault(0)])
     async with outrider.AsyncClient(router.address) as client:
         result = await client.generate("hello", timeout=5)
@@ -198,7 +200,7 @@ async def test_a_stream_that_gave_up_can_be_resumed_by_hand(router: ScriptedRout
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("after", [0, 3])
-async def test_what_another_call_cannot_mend_is_raised_at_once(
+async def test_an_error_that_a_retry_cannot_repair_is_raised_at_once(
     router: ScriptedRouter, error: errors.OutriderError, after: int
 ) -> None:
     router.faults = iter([Fault(after, error)])
@@ -209,7 +211,7 @@ async def test_what_another_call_cannot_mend_is_raised_at_once(
     assert router.cancelled_sessions == []
 
 
-async def test_a_router_without_room_for_the_rest_is_called_again_after_its_retry_time(router: ScriptedRouter) -> None:
+async def test_an_overloaded_router_is_called_again_for_the_rest_after_its_retry_time(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3, errors.Overloaded("full", retry_after=0.2))])
     begin = time.monotonic()
     async with outrider.AsyncClient(router.address) as client:
@@ -222,7 +224,7 @@ async def test_a_router_without_room_for_the_rest_is_called_again_after_its_retr
     [(0, 0.0, None), (3, _router.LONGEST_WAIT_S + 1, None), (3, 5.0, 2.0)],
     ids=["before it started, without retries", "for too long", "beyond the timeout"],
 )
-async def test_a_router_that_has_no_room_is_the_callers_affair(
+async def test_an_overload_that_the_client_may_not_wait_for_is_raised(
     router: ScriptedRouter, after: int, retry_after: float, timeout: float | None
 ) -> None:
     router.faults = iter([Fault(after, errors.Overloaded("full", retry_after))])
@@ -235,7 +237,7 @@ async def test_a_router_that_has_no_room_is_the_callers_affair(
     assert len(router.requests) + len(router.resumes) == 1
 
 
-async def test_a_generation_that_there_is_no_room_for_is_sent_again_after_the_retry_time(
+async def test_a_request_refused_as_overloaded_is_sent_again_after_the_retry_time(
     router: ScriptedRouter,
 ) -> None:
     router.faults = iter([Fault(0, errors.Overloaded("full", retry_after=0.2)) for _ in range(2)])
@@ -294,7 +296,9 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return pausing
 
 
-async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_during_a_backoff_ends_the_call_at_once(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pausing = long_pauses(monkeypatch)
     router.faults = iter([Fault(2)])
     async with outrider.AsyncClient(router.address) as client:
@@ -309,7 +313,7 @@ async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, mon
     assert (router.cancelled_sessions, router.resumes) == (["session-1"], [])
 
 
-async def test_closing_the_client_during_a_pause_ends_it_at_once(
+async def test_closing_the_client_during_a_backoff_ends_the_call_at_once(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pausing = long_pauses(monkeypatch)
@@ -349,7 +353,7 @@ async def test_leaving_the_loop_of_a_resumed_stream_cancels_it(router: ScriptedR
     assert len(router.resumes) == 1
 
 
-async def test_a_generation_that_somebody_else_cancelled_ends_with_what_there_was(router: ScriptedRouter) -> None:
+async def test_a_generation_cancelled_by_another_client_ends_with_its_tokens_so_far(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client, outrider.AsyncClient(router.address) as other:
         stream = client.stream("endless")
         reader = asyncio.create_task(read(stream))
@@ -382,7 +386,7 @@ async def test_a_resumed_stream_that_breaks_goes_on_from_where_it_was(router: Sc
     assert [(request.next_position, request.text_offset) for request in router.resumes[:3]] == [(3, 4)] * 3
 
 
-async def test_resuming_what_is_not_there_is_not_found(router: ScriptedRouter) -> None:
+async def test_resuming_an_unknown_session_is_not_found(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.NotFound, match="nobody"):
             await read(client.resume("nobody", timeout=5))
@@ -390,7 +394,7 @@ async def test_resuming_what_is_not_there_is_not_found(router: ScriptedRouter) -
 
 @pytest.mark.parametrize("field", ["generation", "next_position", "text_offset"])
 @pytest.mark.parametrize("value", [-1, 2**64])
-async def test_an_absurd_place_to_resume_from_is_refused_by_name(field: str, value: int) -> None:
+async def test_an_absurd_resume_position_is_refused_by_name(field: str, value: int) -> None:
     async with outrider.AsyncClient() as client:
         with pytest.raises(errors.InvalidRequest) as caught:
             client.resume("s", **{field: value})  # type: ignore[arg-type]

@@ -77,6 +77,6 @@ def test_a_name_that_cannot_be_sent_is_refused_by_field(router: ScriptedRouter, 
     assert caught.value.field == ("model" if method == "create_session" else "session")
 
 
-def test_the_package_offers_what_the_client_offers() -> None:
+def test_the_package_exports_the_public_names_of_the_client() -> None:
     assert sorted(outrider.__all__) == sorted([*sdk.__all__, "errors"])
     assert all(getattr(outrider, name) is getattr(sdk, name) for name in sdk.__all__)

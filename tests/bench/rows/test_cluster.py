@@ -97,7 +97,7 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     assert progress == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
 
 
-async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_others(
+async def test_llama_cpp_rows_share_a_worker_with_the_models_of_other_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loaded: list[Models] = []

@@ -62,7 +62,7 @@ def answer(form: str, tools: Tools, seed: int) -> str:
         ({"name": "time"}, {"time"}),
     ],
 )
-def test_an_answer_that_has_to_be_calls_is_nothing_else(form: str, chosen: dict[str, Any], names: set[str]) -> None:
+def test_an_answer_that_must_be_calls_has_no_other_content(form: str, chosen: dict[str, Any], names: set[str]) -> None:
     tools, counts = Tools(TOOLS, **chosen), set()
     for seed in range(6):
         reader = CallReader(FORMATS[form], ("weather", "time", "stop"))
@@ -132,7 +132,7 @@ def test_the_form_follows_from_the_template() -> None:
         ("[3]", r"tools\[0\]"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(text: str, problem: str) -> None:
+def test_malformed_tools_are_refused_by_name(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         read_tools(text, JsonBounds(), name="b")
 
@@ -147,6 +147,6 @@ def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
 @pytest.mark.parametrize(
     "text", ["{", "3", "[3]", "[{}]", '[{"function": {"name": 3}}]', '[{"function": {"name": "a", "arguments": "["}}]']
 )
-def test_what_are_no_calls_is_refused_by_name(text: str) -> None:
+def test_malformed_calls_are_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[2\].tool_calls"):
         read_calls("messages[2].tool_calls", text, JsonBounds())

@@ -74,7 +74,7 @@ def levels_of(shape: Shape, depth: int = 1) -> list[int]:
 
 
 @given(falling, st.floats(0.0, 1.0))
-def test_a_level_s_price_makes_the_shape_shallower_and_keeps_it_the_best(rates: list[float], price: float) -> None:
+def test_a_cost_per_level_makes_the_best_shape_shallower(rates: list[float], price: float) -> None:
     terms = TreeTerms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_price=price)
     shape = Sequoia().shape(terms)
     worth = expected_tokens(shape, rates) - price * depth_of(shape)
@@ -105,5 +105,5 @@ def test_the_shape_that_is_worth_most_is_the_best_of_all_by_tokens_over_time(lev
             assert max(map(goodput, candidates)) == pytest.approx(max(map(goodput, shapes(2, 3, 5))))
 
 
-def test_of_several_depths_that_are_worth_the_same_the_shallowest_counts() -> None:
+def test_the_shallowest_of_equally_good_depths_is_chosen() -> None:
     assert priced_shape([0.5], lambda *_: 0.0, nodes=4, depth=4) == ()

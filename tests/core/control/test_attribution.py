@@ -24,7 +24,7 @@ def test_a_drafter_that_never_helps_is_detached_and_not_before_it_had_its_chance
     assert detached(CreditTracker(), {"a": 0.5, "b": 0.4}, 20 * STEPS, seed) == []
 
 
-def test_of_two_drafters_that_propose_the_same_one_stays() -> None:
+def test_one_of_two_drafters_with_equal_proposals_stays() -> None:
     tracker = CreditTracker()
     (gone, *_) = detached(tracker, {"a": 0.0, "b": 0.0}, STEPS)
     assert gone in ("a", "b")
