@@ -74,7 +74,7 @@ def test_only_this_machine_is_let_in_and_servers_have_no_rights_to_spare() -> No
             assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
+def test_builds_mounts_and_dependencies_of_compose_services_exist() -> None:
     for name, service in SERVICES.items():
         assert set(service.get("depends_on", [])) <= SERVICES.keys()
         if "build" in service:
@@ -86,7 +86,7 @@ def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
             assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), f"{name}: {volume}"
 
 
-def test_what_watches_is_a_profile_of_its_own() -> None:  # bites: COMPOSE is the file that ships
+def test_observability_services_have_a_profile_of_their_own() -> None:  # bites: COMPOSE is the file that ships
     watching = {name for name, service in SERVICES.items() if service.get("profiles") == ["observability"]}
     assert watching == {"collector", "prometheus", "grafana"}
     assert not [name for name, service in SERVICES.items() if name not in watching and "profiles" in service]

@@ -22,7 +22,7 @@ def test_making_the_dashboards_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("asked", queries(), ids=lambda asked: f"{asked.panel}: {asked.legend}")
-def test_a_panel_queries_metrics_and_labels_that_there_are(asked: Asked) -> None:
+def test_a_panel_queries_existing_metrics_and_labels(asked: Asked) -> None:
     labels = checker().labels(asked.query)
     named = set(re.findall(r"{{(\w+)}}", asked.legend))
     assert named <= labels
@@ -55,7 +55,7 @@ def test_a_dashboard_can_be_imported_anywhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", rules("alert"), ids=lambda rule: rule["alert"])
-def test_an_alert_queries_and_shows_only_what_there_is(rule: dict[str, Any]) -> None:
+def test_an_alert_queries_and_shows_only_existing_labels(rule: dict[str, Any]) -> None:
     labels = checker().labels(rule["expr"])
     assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= labels
     assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"}, {"severity": "info"})

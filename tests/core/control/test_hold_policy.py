@@ -78,7 +78,7 @@ def begins(delay: float, *, resting: bool = False) -> Held:
     return session
 
 
-def test_a_drafter_that_reads_the_text_is_awaited_when_what_is_left_is_less_than_a_step() -> None:
+def test_a_drafter_in_prefill_is_awaited_when_less_than_a_step_is_left() -> None:
     step, rate = BUDGET.seconds, 2.0 / BUDGET.seconds
     assert hold(begins(0.25 * step), rate) > 0.25 * step
     slow = begins(3.0 * step)

@@ -65,7 +65,7 @@ def test_noise_is_finite_at_both_ends() -> None:
     assert most == pytest.approx(33 * math.log(2), rel=1e-9)  # -log of u = 2^-33
 
 
-def test_greedy_has_no_noise_and_rows_are_computed_once() -> None:
+def test_greedy_sampling_has_no_noise_and_noise_rows_are_computed_once() -> None:
     assert NoiseRows(1, 0, 8, greedy=True).row(3) is None
     rows = NoiseRows(1, 0, 8, greedy=False)
     first = rows.row(3)
@@ -110,7 +110,7 @@ def test_agreement_with_one_candidate_is_the_exact_formula() -> None:
     assert abs(agreed - exact) < 4 * math.sqrt(exact * (1 - exact) / 40_000)
 
 
-def test_digest_vectors() -> None:
+def test_the_digest_matches_published_vectors_and_extends_piecewise() -> None:
     assert mix64(int.from_bytes(b"outrider", "big")) == EMPTY
     assert extend(EMPTY, [1, 2, 3]) == 0x89E946AE92DEC53C
     assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])

@@ -25,7 +25,7 @@ def test_alternatives_that_do_not_exist_stay_impossible() -> None:
     assert np.isneginf(TrainingSample.unpack(sample_of([1, 2], IDS[:1, :2], logprobs).pack()).logprobs).all()
 
 
-def test_of_a_long_session_only_its_end_is_kept() -> None:
+def test_only_the_end_of_a_long_session_becomes_a_sample() -> None:
     example = sample_of(range(10_000), IDS, LOGPROBS)
     assert (len(example.tokens), example.first) == (MAX_CONTEXT + 5, MAX_CONTEXT)
     assert example.tokens[-1] == 9_999

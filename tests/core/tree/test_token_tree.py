@@ -173,7 +173,7 @@ def test_a_root_with_another_history_is_drift_and_one_ahead_is_a_fault() -> None
         tree.graft(1, Delta(1, tree.digest, 4, (4,), (3,), (0.0,)))
 
 
-def test_aliases_expire_and_the_books_stay_bounded() -> None:
+def test_aliases_expire_and_the_records_of_committed_nodes_stay_bounded() -> None:
     sender, receiver = TokenTree([1]), TokenTree([1])
     receiver.graft(1, chain(sender, [5], 1))
     receiver.commit([5])
@@ -204,7 +204,7 @@ def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longe
         tree.check_integrity()
 
 
-def test_what_a_forgotten_drafter_had_committed_expires_when_it_is_back() -> None:
+def test_commits_of_a_forgotten_drafter_expire_when_it_returns() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.commit([5])
@@ -289,7 +289,7 @@ def test_levels_are_siblings_side_by_side() -> None:
     assert [[node.token for node in level] for level in tree.levels()] == [[5, 6], [7, 8, 7, 8]]
 
 
-def test_of_nodes_that_score_alike_the_first_that_came_is_the_better() -> None:
+def test_the_first_of_equally_scored_nodes_is_the_better() -> None:
     tree = TokenTree([1])
     for token in (9, 3, 6):
         tree.add(tree.root, token, -1.0)
@@ -309,7 +309,7 @@ def test_a_child_that_is_added_again_keeps_the_larger_edge_and_so_do_all_below_i
     tree.check_integrity()
 
 
-def test_what_a_drafter_claims_counts_for_as_much_as_it_is_judged_to_be_worth() -> None:
+def test_a_drafters_score_counts_as_its_calibration_corrects_it() -> None:
     tree = TokenTree([1])
     grafted = tree.graft(4, chain(TokenTree([1]), [5, 6], 1), lambda edge: 2 * edge, origin=8)
     assert [(node.edge, node.claim) for node in grafted.added] == [(-1.0, (4, -0.5))] * 2
@@ -350,7 +350,7 @@ def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own
     tree.check_integrity()
 
 
-def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> None:
+def test_a_full_tree_drops_a_leaf_before_an_equally_likely_ancestor() -> None:
     tree = TokenTree([1], capacity=2)
     tree.graft(1, Delta(0, tree.digest, 1, (0, 1), (5, 6), (-1.0, 0.0)))
     assert tree.graft(2, chain(TokenTree([1]), [7], 1, edge=-0.5)).dropped == [(1, 2)]
@@ -358,7 +358,7 @@ def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> Non
     tree.check_integrity()
 
 
-def test_books_that_are_wrong_are_noticed() -> None:
+def test_an_inconsistent_tree_fails_its_integrity_check() -> None:
     def tree() -> TokenTree:
         made = TokenTree([1])
         made.graft(1, chain(TokenTree([1]), [5, 6], 1))
@@ -443,7 +443,7 @@ CHANGES = st.tuples(st.sampled_from(["add", "rescore", "remove", "commit"]), st.
 
 @settings(max_examples=100)
 @given(st.lists(CHANGES, max_size=40), st.data())
-def test_the_best_nodes_are_those_of_the_tree_as_it_is(
+def test_the_best_nodes_follow_every_change_of_the_tree(
     changes: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
     tree, terms = TokenTree([0]), st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 3))
@@ -544,7 +544,7 @@ TestTwoCopies = TwoCopies.TestCase
 
 
 @given(st.integers(1, 3 * ALIAS_SPAN), st.lists(st.integers(1, ALIAS_SPAN), max_size=4), st.integers(0, 40))
-def test_a_tree_that_is_given_the_digest_of_a_part_is_the_same(length: int, cuts: list[int], later: int) -> None:
+def test_a_tree_given_a_known_prefix_digest_equals_a_fresh_one(length: int, cuts: list[int], later: int) -> None:
     """However the part came: at once, piece by piece as parts of a snapshot do, or from another tree."""
     text = [(7 * at + at // 5) % 90 for at in range(length + later)]
     known = NOTHING
