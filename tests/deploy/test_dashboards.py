@@ -62,7 +62,7 @@ def test_an_alert_queries_and_shows_only_existing_labels(rule: dict[str, Any]) -
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
 
 
-def test_every_alert_has_an_entry_and_every_entry_an_alert() -> None:
+def test_every_alert_is_documented_and_every_entry_is_an_alert() -> None:
     entries = dict(re.findall(r"^## (\w+)\n\n(.+?)(?=\n\n|\Z)", ALERTS, re.MULTILINE | re.DOTALL))
     alerts = {rule["alert"]: rule for rule in rules("alert")}
     assert list(entries) == list(alerts)
@@ -71,7 +71,7 @@ def test_every_alert_has_an_entry_and_every_entry_an_alert() -> None:
         assert len(entries[name].splitlines()) >= 3
 
 
-def test_what_is_recorded_is_used() -> None:
+def test_every_recording_rule_is_used() -> None:
     used = checker()
     for query in [*(asked.query for asked in queries()), *(rule["expr"] for rule in rules("alert"))]:
         used.labels(query)
@@ -92,7 +92,7 @@ def test_what_is_recorded_is_used() -> None:
         "rate(outrider_moves_total)",
     ],
 )
-def test_the_check_would_see_it(nonsense: str) -> None:
+def test_the_query_check_notices_nonsense(nonsense: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         checker().labels(nonsense)
 

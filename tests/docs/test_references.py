@@ -96,7 +96,7 @@ def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
             assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help describes it"
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
+def test_every_test_named_on_a_page_exists() -> None:
     named = 0
     for file in (ROOT / "docs").rglob("*.md"):
         for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", file.read_text(encoding="utf-8")):

@@ -57,7 +57,7 @@ def test_a_drawn_tree_takes_the_shape_of_its_construction() -> None:
     assert shape_of(rig.upstream) == k_ary_shape(2, nodes=9, depth=3)
 
 
-def test_while_the_upstream_waits_a_drawn_tree_is_as_deep_as_pays() -> None:
+def test_a_drawn_tree_is_shallower_the_more_the_upstreams_wait_costs() -> None:
     depths = []
     for time_price in (0.0, 30.0, 300.0):
         rig = DrawnRig()

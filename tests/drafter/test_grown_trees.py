@@ -134,7 +134,7 @@ def check_candidates(engine: Counted, rig: Rig) -> None:
     [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "logit_bias": {3: 2.0}}],
     ids=str,
 )
-async def test_trees_are_the_same_whoever_chooses_their_levels(
+async def test_trees_grown_by_the_engine_equal_trees_grown_by_the_session(
     terms: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "GROWN_S", 10.0)  # a CPU's levels are slow

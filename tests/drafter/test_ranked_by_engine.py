@@ -78,7 +78,7 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
         ({"temperature": 1.0, "presence_penalty": 0.5}, True),
     ],
 )
-def test_trees_are_the_same_whether_the_engine_or_the_session_ranks(
+def test_trees_are_equal_whether_the_engine_or_the_session_ranks(
     terms: dict[str, Any], fetches: bool, tmp_path: Path
 ) -> None:
     engine = Asked.load(make_tiny(tmp_path, layers=2, width=32), device="cpu", dtype="float32", slots=1)

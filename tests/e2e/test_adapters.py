@@ -203,7 +203,7 @@ async def test_another_version_of_the_files_is_another_adapter(adapted: Adapted,
         ("target", "a", InvalidRequest, "name of a model"),
     ],
 )
-async def test_what_cannot_be_loaded_is_refused(
+async def test_an_invalid_adapter_is_refused(
     adapted: Adapted, tmp_path: Path, name: str, folder: str, error: type[Exception], match: str
 ) -> None:
     if folder == "broken" and not (broken := adapted.folder / folder).exists():
@@ -219,7 +219,7 @@ async def test_what_cannot_be_loaded_is_refused(
     ] == []
 
 
-async def test_tenants_may_not_load_unless_the_router_says_so(made: Path) -> None:
+async def test_tenants_may_not_load_adapters_without_permission(made: Path) -> None:
     async with (
         LocalCluster(config(made)) as cluster,
         outrider.AsyncClient(cluster.router_address) as client,

@@ -82,7 +82,7 @@ def test_the_shape_is_the_best_for_the_rates_and_every_level_comes_whole() -> No
             assert node.token in node.parent.q.tokens
 
 
-def test_after_a_commit_draws_are_fresh_and_the_kv_of_what_was_accepted_is_kept() -> None:
+def test_draws_after_a_commit_are_fresh_and_the_kv_of_accepted_nodes_is_kept() -> None:
     rig = Rig()
     list(iter(rig.level, None))
     path = max(rig.paths(), key=len)
@@ -98,7 +98,7 @@ def test_after_a_commit_draws_are_fresh_and_the_kv_of_what_was_accepted_is_kept(
     assert rig.session.cached == len(rig.session.tokens)
 
 
-def test_draws_are_the_same_for_one_epoch_and_others_for_the_next() -> None:
+def test_draws_are_equal_within_an_epoch_and_differ_in_the_next() -> None:
     one, same, other = Rig(), Rig(), Rig(epoch=2)
     for rig in (one, same, other):
         list(iter(rig.level, None))
@@ -111,7 +111,7 @@ def test_a_chain_is_drawn_for_rules_of_chains() -> None:
     assert [len(level) for level in rig.upstream.levels()] == [1] * PLAN.depth
 
 
-def test_the_rates_follow_what_is_accepted() -> None:
+def test_rank_rates_follow_the_accepted_ranks() -> None:
     chances = [0.5, 0.3, 0.1]
     generator = np.random.default_rng(0)
     found = []

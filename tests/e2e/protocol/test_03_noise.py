@@ -67,7 +67,7 @@ def choice_by_the_page(logits: list[float], contract: Contract, tokens: list[int
     return max(kept, key=lambda x: (scaled[x] + gumbel[x], -x))
 
 
-def test_the_page_s_formulas_and_vectors_are_what_the_code_computes() -> None:
+def test_the_noise_formula_and_vectors_of_the_page_equal_the_code() -> None:
     rows = table(3)
     assert len(rows) == 4
     for name, key, bits in rows:
@@ -87,7 +87,7 @@ def test_g_is_as_the_page_has_it_and_bounded(t: int) -> None:
     assert np.isfinite(row).all()
 
 
-def test_there_is_no_noise_at_temperature_0() -> None:
+def test_temperature_0_has_no_noise() -> None:
     rows = NoiseRows.of(Contract(seed=9, max_tokens=1, temperature=0.0), 100)
     assert rows.row(5) is None
 

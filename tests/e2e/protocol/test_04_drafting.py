@@ -26,7 +26,7 @@ SNAPSHOT_TOKENS = 4096
 WAITING_SUBSCRIPTIONS = 1024
 
 
-async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> None:
+async def test_the_drafting_stream_follows_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> None:
     root = len(text.prompt) + 3
     contract = pb.Snapshot(contract=text.contract).contract
     contract.max_tokens = 12
@@ -228,7 +228,7 @@ async def test_a_drafter_with_another_number_of_ids_is_accepted_and_is_sent_the_
             assert snapshot.vocabulary == snapshot.unpadded_vocabulary == there.vocabulary
 
 
-async def test_a_drafter_sends_ids_that_the_target_can_pick_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
+async def test_a_drafter_sends_ids_that_the_target_can_pick_and_reads_all_its_ids(drafter: str, text: Text) -> None:
     largest = 2**31 - 2
     whole = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
     async with upstream_of(drafter) as peer:

@@ -203,7 +203,7 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         assert (await router.step()).accepted
 
 
-async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_sender_is_informed(
+async def test_a_full_tree_drops_its_worst_leaf_for_a_better_node_and_informs_the_sender(
     verifier: str, text: Text
 ) -> None:
     async with (

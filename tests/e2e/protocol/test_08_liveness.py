@@ -122,9 +122,7 @@ async def test_a_drafter_whose_stream_breaks_comes_back_while_it_is_attached(dra
         assert len(peer.upstream.streams) == 3
 
 
-async def test_every_peer_sends_something_every_half_second_and_how_its_loop_goes(
-    verifier: str, drafter: str, text: Text
-) -> None:
+async def test_every_peer_sends_a_heartbeat_every_half_second(verifier: str, drafter: str, text: Text) -> None:
     async def regular(inbox: Inbox) -> list[types_pb2.Heartbeat]:
         inbox.frames.clear()
         for _ in range(3):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 DEEP = plan_to_pb(Plan(version=1, depth=64, width=4, nodes=64, wait_us=0))
 
 
-async def test_the_sequence_from_start_to_the_end_of_the_call(verifier: str, text: Text) -> None:
+async def test_the_decoding_call_follows_the_sequence_from_start_to_its_end(verifier: str, text: Text) -> None:
     contract = types_pb2.Contract()
     contract.CopyFrom(text.contract)
     contract.max_tokens = 6
@@ -72,9 +72,7 @@ async def test_a_stop_id_ends_the_generation_behind_it(verifier: str, text: Text
         assert (await router.inbox.take("finished")).reason == types_pb2.FINISH_REASON_STOP
 
 
-async def test_never_more_than_the_window_is_committed_beyond_the_durable_position_whatever_the_tree(
-    verifier: str, text: Text
-) -> None:
+async def test_a_verifier_commits_at_most_the_window_beyond_the_durable_position(verifier: str, text: Text) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4, plan=DEEP) as router,
         drafting(verifier) as oracle,
@@ -196,7 +194,7 @@ async def test_messages_that_are_no_generation_s_end_the_stream(verifier: str, t
         await idle(verifier)
 
 
-async def test_a_generation_ends_by_what_is_malformed_of_it(verifier: str, text: Text) -> None:
+async def test_a_malformed_frame_ends_its_generation(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
     for message, details in (
         ({"durable": len(text.prompt) + 2}, "durable"),
@@ -253,7 +251,7 @@ async def test_a_wrong_start_is_refused_by_its_field(
     await idle(verifier)
 
 
-async def test_a_session_more_than_there_are_slots_is_refused_with_a_time_to_come_back(verifier: str) -> None:
+async def test_a_session_beyond_the_slots_is_refused_with_a_retry_time(verifier: str) -> None:
     async with AsyncExitStack() as stack:
         for _ in range((await idle(verifier)).slots):
             await stack.enter_async_context(decoding(verifier, window=1))

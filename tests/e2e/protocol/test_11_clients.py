@@ -102,7 +102,7 @@ async def test_a_resume_from_any_chunk_repeats_nothing_and_loses_nothing(
     assert (again.seed, again.generation) == (started.seed, started.generation)
 
 
-async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: InferenceStub) -> None:
+async def test_resuming_takes_a_generation_over_and_aborts_its_earlier_reader(stub: InferenceStub) -> None:
     long = request(max_tokens=600)  # so that it is not over before it is resumed
     long.speculation.policy = "off"
     first = aiter(stub.Generate(long, timeout=TIMEOUT_S))
@@ -118,9 +118,7 @@ async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: Inferenc
     assert chunk.text + text_of(rest) == text_of(alone)
 
 
-async def test_when_the_call_breaks_computing_stops_and_the_generation_stays(
-    stub: InferenceStub, verifier: str
-) -> None:
+async def test_a_broken_call_stops_the_computation_and_keeps_the_generation(stub: InferenceStub, verifier: str) -> None:
     call = stub.Generate(request(max_tokens=900, policy="off"), timeout=TIMEOUT_S)
     session = (await call.read()).started.session_id
     await call.read()
@@ -203,7 +201,7 @@ def wrong(field: str) -> tuple[str, str]:
     return "InvalidRequest", field
 
 
-async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(stub: InferenceStub) -> None:
+async def test_statuses_carry_advice_and_the_error_class_in_the_trailer(stub: InferenceStub) -> None:
     running = stub.Generate(request(), timeout=TIMEOUT_S)
     session = (await running.read()).started.session_id
     busy = await failed(stub.Generate(request(session=session)))  # at once: it has ended before long

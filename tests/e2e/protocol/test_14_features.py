@@ -140,7 +140,7 @@ async def test_a_snapshot_waits_for_the_first_commit_and_no_step_for_its_drafter
                 assert np.abs(numbers(snapshot.features) - expected).max() < 0.01 * np.abs(expected).max()
 
 
-async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
+async def test_a_drafter_that_asks_for_missing_features_is_sent_the_remedy(
     featured: Featured, verifier: str, text: Text
 ) -> None:
     for address, why in ((verifier, "this upstream gives none"), (featured.verifier, "give both the same folder")):
@@ -153,7 +153,7 @@ async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
             assert why in closed.reason
 
 
-async def test_nothing_more_is_read_of_a_session_that_was_given_up_in_the_middle_of_its_snapshot() -> None:
+async def test_a_session_given_up_during_its_snapshot_is_not_read_further() -> None:
     """Its slot may be another tenant's by then."""
     stream = UpstreamStream("d", types_pb2.Heartbeat)
     parts = (pb.Snapshot(attachment=1, position=position) for position in range(3))
