@@ -58,7 +58,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_vocabularies.py",
     "tests/engine/cpu/test_sanitizers.py",
     "tests/engine/gpu/test_float8.py",
-    "tests/engine/gpu/test_tree_attention.py::test_a_chunk_of_a_prompt",
+    "tests/engine/gpu/test_tree_attention.py::test_tree_attention_computes_a_chunk_of_a_prompt",
     "tests/engine/gpu/test_tree_attention.py::test_a_tree_of_many_tiles",
     "tests/engine/gpu/test_tree_attention.py::test_heads_of_any_size",
     "tests/engine/gpu/test_tree_attention.py::test_sessions_of_all_lengths",
@@ -100,10 +100,10 @@ EXTENDED = (  # folders, files, and tests in them
 )
 MAIN = (  # of these, what `make test` runs nevertheless
     "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",
-    "tests/e2e/test_exactness.py::test_many_sessions_at_once_say_what_each_says_alone[sampled]",
+    "tests/e2e/test_exactness.py::test_concurrent_sessions_generate_the_text_of_each_session_alone[sampled]",
     "tests/e2e/test_exactness.py::test_two_drafters_of_one_session_change_nothing[filtered]",
     "tests/e2e/test_sampling.py::test_text_and_logprobs_are_those_of_plain_decode_and_of_transformers[min-p]",
-    "tests/e2e/test_tiers.py::test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s[0.8]",
+    "tests/e2e/test_tiers.py::test_drafts_of_three_tiers_are_accepted_and_the_text_is_the_targets[0.8]",
     "tests/engine/test_invariant.py::test_a_tokens_bits_do_not_depend_on_batch_tree_chunks_or_rows[qwen3-bfloat16]",
     "tests/engine/tensor_parallel/test_leader.py::TestTheReferenceTarget::test_trees_of_many_sessions_and_chunks_in_one_pass[sockets-2]",
     *(

@@ -79,7 +79,7 @@ async def test_messages_are_answered_as_the_prompt_that_the_template_makes_of_th
     assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, len(prompt))
 
 
-async def test_a_worker_whose_model_is_not_in_the_cache_is_named_with_what_to_do(tmp_path: Path, cache: Path) -> None:
+async def test_a_worker_whose_model_is_not_cached_is_named_with_the_remedy(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter", files="*.json")
     with pytest.raises(ConfigError, match=r"^drafter-0: org/drafter: model\.safetensors is missing"):
         await answers(written(tmp_path, "org/target@v1", "org/drafter"))

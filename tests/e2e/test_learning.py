@@ -120,7 +120,9 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
     assert max(map(accepted, again)) > 0.9 * best
 
 
-async def test_what_is_no_version_of_the_drafter_is_refused_with_the_reason(tmp_path: Path, prompts: list[str]) -> None:
+async def test_a_version_that_does_not_fit_the_drafter_is_refused_with_the_reason(
+    tmp_path: Path, prompts: list[str]
+) -> None:
     def renamed(text: str) -> str:
         return text.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 512')
 

@@ -70,7 +70,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
+async def test_all_servers_cooperate_under_tls_and_the_text_is_the_targets(
     secured: Secured, prompts: list[str]
 ) -> None:
     async with secured.client(secured.one) as client:
@@ -123,7 +123,7 @@ def core_limits(pid: int) -> list[list[str]]:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: Path) -> None:
+async def test_strangers_are_refused_with_the_reason(secured: Secured, tmp_path: Path) -> None:
     make(tmp_path)
     address = secured.cluster.router_address
     async with outrider.AsyncClient(address, api_key="outrider_wrong", ca=secured.ca) as client:

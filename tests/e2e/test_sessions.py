@@ -88,7 +88,9 @@ async def _texts(stream: outrider.AsyncStream) -> str:
     return "".join([chunk.text async for chunk in stream])
 
 
-async def test_one_generation_at_a_time_and_cancel_from_anywhere(cluster: LocalCluster, prompts: list[str]) -> None:
+async def test_a_session_has_one_generation_at_a_time_and_any_client_may_cancel_it(
+    cluster: LocalCluster, prompts: list[str]
+) -> None:
     verifier = cluster.processes["verifier-0"].address
     async with (
         outrider.AsyncClient(cluster.router_address) as client,

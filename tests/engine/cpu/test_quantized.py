@@ -30,7 +30,7 @@ BF16 = 2.0**-7  # the most that a step of bfloat16 is of a value; rounding errs 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
+def test_a_quantized_copys_logits_differ_within_the_quantization_error(
     shape: str, dtype: Quantized, tmp_path: Path
 ) -> None:
     """Rounding to a step s errs by s / sqrt(12) (root mean square), relative to what is rounded.

@@ -30,7 +30,7 @@ def library(name: str) -> str:
     [("address,undefined", "libasan.so"), ("thread", "libtsan.so")],
     ids=["memory", "threads"],
 )
-def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> None:
+def test_sanitizers_find_no_error(sanitizers: str, runtime: str, tmp_path: Path) -> None:
     """Memory out of bounds or gone, undefined behaviour, two threads at one place without order."""
     built = tmp_path / "_native.so"
     flags = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-psabi"]

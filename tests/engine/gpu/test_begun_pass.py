@@ -123,7 +123,7 @@ def test_texts_of_several_contracts_go_on_by_themselves(texts: Texts) -> None:
         assert texts.begun == {0, 1, 2, 3, 4}
 
 
-def test_only_texts_that_go_on_are_begun_and_others_may_leave(texts: Texts) -> None:
+def test_only_texts_that_continue_are_begun_and_others_may_leave(texts: Texts) -> None:
     texts.step([0, 1, 4], stop_ids=[(), None, ()])
     assert texts.begun == {0, 4}
     assert texts.replayed(lambda: texts.step([4], wanted=lambda: False)) == 0
@@ -131,13 +131,13 @@ def test_only_texts_that_go_on_are_begun_and_others_may_leave(texts: Texts) -> N
     texts.step([0, 1, 4])
 
 
-def test_nothing_is_begun_where_all_texts_end(texts: Texts) -> None:
+def test_no_pass_is_begun_when_all_texts_end(texts: Texts) -> None:
     every = range(texts.engines[0].vocabulary)
     texts.step([0, 1], stop_ids=[every, None])
     assert texts.begun == frozenset()
 
 
-def test_nothing_is_begun_where_it_is_not_wanted_any_more(texts: Texts) -> None:
+def test_no_pass_is_begun_when_the_caller_declines(texts: Texts) -> None:
     texts.step([0, 1], wanted=lambda: False)
     assert texts.begun == frozenset()
     texts.step([0, 1])
@@ -158,7 +158,7 @@ def test_a_text_that_joins_has_all_rows_computed_anew(texts: Texts) -> None:
 
 
 @pytest.mark.parametrize("change", ["released", "copied to", "moved"])
-def test_another_text_of_the_same_length_in_a_slot_is_computed(texts: Texts, change: str) -> None:
+def test_another_text_of_equal_length_in_a_slot_is_computed(texts: Texts, change: str) -> None:
     """Its last token, position and draw are those of the text before."""
     texts.step([0, 1])
     assert texts.begun == {0, 1}
@@ -191,7 +191,7 @@ def test_penalties_follow_the_tokens_so_nothing_is_begun(texts: Texts) -> None:
     assert texts.begun == frozenset()
 
 
-def test_nothing_is_begun_beyond_a_slot_s_rows(texts: Texts) -> None:
+def test_no_pass_is_begun_beyond_a_slots_rows(texts: Texts) -> None:
     while len(texts.tokens[4]) < HELD:
         texts.step([4])
     texts.step([4])

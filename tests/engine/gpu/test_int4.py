@@ -38,7 +38,7 @@ def run() -> Iterator[Run]:
     ],
     ids=str,
 )
-def test_any_number_of_rows_and_any_shape(run: Run, case: Case) -> None:
+def test_int4_products_are_close_for_any_number_of_rows_and_any_shape(run: Run, case: Case) -> None:
     error, alone = run("compare", case)
     assert error <= 1.0
     assert alone

@@ -143,7 +143,7 @@ def test_log_probabilities_are_the_sampler_s(wanted: int) -> None:
     assert left <= 8
 
 
-def test_what_cannot_be_certain_is_left_to_the_host() -> None:
+def test_rows_that_the_device_cannot_decide_are_left_to_the_host() -> None:
     wide = np.zeros((1, DEPTH + 50), np.float32)  # all alike: the filters keep more than is looked at, or cut a tie
     for terms in ({"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 3}, {"top_k": DEPTH + 9}, {"top_p": 0.1}):
         assert torch.isnan(chosen([contract_of(terms)], wide)[0, 2]), terms
@@ -168,7 +168,7 @@ def test_rows_whose_lists_do_not_fit_are_left_to_the_host() -> None:
     assert not int(buffers.inputs(1).used)
 
 
-def test_stop_ids_are_banned_up_to_the_least_number_of_tokens_and_not_beyond() -> None:
+def test_stop_ids_are_banned_until_min_tokens_and_not_beyond() -> None:
     sampler = Sampler(contract_of({"min_tokens": 2, "stop_ids": (0,)}), 8, [1, 2], 2)
     draw = sampler.draw(restricts=True)
     assert draw is not None
@@ -241,7 +241,7 @@ def test_paths_that_are_not_known_or_too_long_together_are_left_to_the_host() ->
     assert buffers.send(rows).tolist() == [False, True, False, True]
 
 
-def test_a_row_whose_path_is_not_in_its_segment_has_none() -> None:
+def test_a_row_whose_path_is_outside_its_segment_has_no_path() -> None:
     """Such as a drafter's, whose earlier levels are in the cache alone."""
     draw = Sampler(contract_of(PENALTIES[0]), VOCABULARY, TEXT, 5).draw(restricts=True, penalizes=True)
     assert draw is not None
