@@ -41,7 +41,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_leaks.py",
     "tests/e2e/test_learning.py",
     "tests/e2e/test_lookahead.py",
-    "tests/e2e/test_lookups.py",
+    "tests/e2e/test_a_poisoned_session_does_not_change_lookups.py",
     "tests/e2e/test_merging.py",
     "tests/e2e/test_moving.py",
     "tests/e2e/test_not_speculating.py",

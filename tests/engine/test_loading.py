@@ -56,9 +56,7 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
         ({"backend": "transformers"}, "llama"),
     ],
 )
-def test_the_error_of_what_needs_torch_names_how_to_install_it(
-    changes: dict[str, Any], what: str, tmp_path: Path
-) -> None:
+def test_a_setting_that_needs_torch_names_how_to_install_it(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     program = f"""
 import sys
@@ -118,7 +116,7 @@ def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:
         ({"numerics": "invariant"}, "numerics: invariant is for the native backend"),
     ],
 )
-def test_what_only_the_native_engine_can_do_is_refused_by_name(
+def test_settings_that_need_the_native_engine_are_refused_by_name(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     folder = make_family(tmp_path, "gpt2")
@@ -161,7 +159,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("missing", "dtype"), [("transformers", "float32"), ("torchao", "int8")])
-def test_a_package_that_is_missing_is_named_with_what_to_install(missing: str, dtype: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_install_command(missing: str, dtype: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2")
     script = (
         "import sys\n"

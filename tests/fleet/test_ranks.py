@@ -133,14 +133,14 @@ async def test_two_ranks_serve_an_adapter_as_one_does(tmp_path: Path) -> None:
     assert_same(await texts(ranks=2, drafters=1), expected)
 
 
-async def test_the_modules_of_every_role_have_what_its_ranks_call() -> None:
+async def test_the_modules_of_every_role_have_the_functions_that_ranks_call() -> None:
     for server, loading in ranks.SERVICES.values():
         assert [*signature(import_module(server).run).parameters] == ["config", "redis_url", "announce", "group"]
         assert [*signature(import_module(loading).load_part).parameters] == ["config", "group"]
 
 
 @pytest.mark.long
-async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
+async def test_four_ranks_and_a_drafter_of_two_run_on_an_existing_ray_cluster(
     expected: list[outrider.Generation], ray_address: str
 ) -> None:
     small = {"dtype": "float32", "tensor_parallel": 2, "cpus": 0.5}
@@ -199,7 +199,7 @@ async def test_ranks_wait_for_nodes_that_are_still_joining(ray_address: str, red
         await asyncio.to_thread(end_node, node)
 
 
-async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_ray_is_named_with_its_install_command(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     before = dict(os.environ)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[ray\]'"):
@@ -207,7 +207,7 @@ async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monke
     assert dict(os.environ) == before
 
 
-async def test_a_ray_cluster_that_is_not_there_is_named(redis_url: str) -> None:
+async def test_a_missing_ray_cluster_is_named(redis_url: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     section = config(ranks=2, ray=address).verifier[0]
     with pytest.raises(Unavailable, match=f"no cluster at {address}"):

@@ -31,7 +31,7 @@ PER_TOKEN = 1000  # bytes, with what the connections take; objects of rows and t
 ASKED: dict[str, Any] = {"model": "target", "prompt": "x", "n": ANSWERS, "max_tokens": TOKENS, "logprobs": ALTERNATIVES}
 
 
-async def test_log_probabilities_are_kept_as_the_wire_has_them_and_made_into_json_while_they_are_sent(
+async def test_log_probabilities_are_stored_as_sent_on_the_wire_and_serialized_while_sending(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
@@ -109,7 +109,7 @@ async def test_answers_count_in_their_tenants_share_before_they_begin(
             assert (await post(taker, max_tokens=20)).status_code == 200  # what was sent counts no longer
 
 
-async def test_without_a_limit_an_answer_counts_for_the_models_context(
+async def test_an_answer_without_a_token_limit_counts_for_the_models_context(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
@@ -141,7 +141,7 @@ def terms(**changes: Any) -> ResponseTerms:
     return ResponseTerms(**{**fields, "token_limit": 10, "token_field": "max_tokens", **changes})
 
 
-async def test_contexts_are_asked_for_once_and_only_where_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_context_length_is_fetched_once_and_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     total = TenantShares(2**20, "bytes of answers")
     client: Any = ScriptedModels(context=100)
     bounds = AnswerBounds(timeout_s=1)
@@ -160,7 +160,7 @@ async def test_contexts_are_asked_for_once_and_only_where_they_matter(monkeypatc
     assert total.held == 0
 
 
-def test_what_was_not_reserved_counts_when_it_comes() -> None:
+def test_unreserved_bytes_count_when_they_arrive() -> None:
     total = TenantShares(1000, "bytes of answers")
     held = HeldAnswers(total, "")
     held.reserve(100)

@@ -102,7 +102,7 @@ async def test_a_body_of_too_many_or_too_deep_parts_is_refused_by_name_before_it
         assert await stalls([gateway.page]) == {gateway.page: 0}
 
 
-async def test_the_worst_bodies_of_twelve_callers_take_what_the_page_promises_and_no_loop_stands_still(
+async def test_the_worst_bodies_of_twelve_callers_keep_within_documented_memory(
     redis_url: str,
 ) -> None:
     async with served(redis_url) as gateway:

@@ -71,7 +71,7 @@ async def connected(front: Front) -> AsyncIterator[Raw]:
 
 
 @pytest.mark.parametrize("announced", ANNOUNCED)
-async def test_nothing_of_a_body_is_read_before_its_key_is_accepted(redis_url: str, announced: str) -> None:
+async def test_no_byte_of_a_body_is_read_before_its_key_is_accepted(redis_url: str, announced: str) -> None:
     """A server sends 100 (Continue) when it begins to read. The client sends no byte of a body."""
     async with fronted(redis_url, auth="keys") as front:
         good, _ = await Keys(front.rig.client).add("one")
@@ -82,7 +82,7 @@ async def test_nothing_of_a_body_is_read_before_its_key_is_accepted(redis_url: s
 
 
 @pytest.mark.parametrize("key", ["outrider_wrong", None])
-async def test_many_requests_with_one_key_are_one_call_of_the_router(
+async def test_many_requests_with_one_key_check_it_once_at_the_router(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     calls = 0
@@ -242,7 +242,7 @@ async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, t
         assert (await web.post("/v1/completions", content=BODY, headers=typed)).status_code == 200
 
 
-async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, totals: list[TenantShares]) -> None:
+async def test_a_tenants_bodies_leave_capacity_for_other_tenants(redis_url: str, totals: list[TenantShares]) -> None:
     most = 8 * len(BODY)
     async with fronted(redis_url, auth="keys", gateway={"max_total_bytes": most}) as front:
         stored = Keys(front.rig.client)
@@ -271,7 +271,7 @@ async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, 
             assert (await answer(taker)).status_code == 200
 
 
-def test_each_further_tenant_finds_room() -> None:
+def test_each_further_tenant_gets_a_share() -> None:
     held = TenantShares(64, "bytes")
     for tenant, share in (("a", 32), ("b", 16), ("c", 8), ("d", 4)):
         held.add(tenant, share)
@@ -300,7 +300,7 @@ def test_a_share_is_one_at_least() -> None:
         held.add("a", 1)
 
 
-async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url: str) -> None:
+async def test_a_tenants_slow_requests_leave_capacity_for_other_tenants(redis_url: str) -> None:
     async with fronted(redis_url, auth="keys", gateway={"max_requests": 4}) as front:
         stored = Keys(front.rig.client)
         taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
@@ -323,7 +323,7 @@ async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url
 
 
 @pytest.mark.parametrize(("known", "status"), [(False, 401), (True, 400)], ids=["stranger", "tenant"])
-async def test_who_is_refused_all_the_time_is_refused_slowly(
+async def test_a_caller_that_is_refused_repeatedly_is_refused_slowly(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, known: bool, status: int
 ) -> None:
     monkeypatch.setattr(slow_refusals, "QUICK_PER_S", 1e-3)  # of each caller one refusal is quick

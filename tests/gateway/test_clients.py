@@ -31,7 +31,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-async def test_of_too_many_clients_the_oldest_that_serves_no_call_is_closed(redis_url: str, closed: list[str]) -> None:
+async def test_the_oldest_client_without_a_call_is_closed_first(redis_url: str, closed: list[str]) -> None:
     async with (
         fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front,
         httpx.AsyncClient(base_url=front.url) as web,

@@ -52,7 +52,7 @@ async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:
             pass
 
 
-async def test_of_an_answer_that_is_not_read_the_gateway_takes_no_more_from_the_router(
+async def test_the_gateway_stops_reading_an_answer_that_its_caller_does_not_read(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * LONG)

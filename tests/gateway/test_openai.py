@@ -58,7 +58,7 @@ async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) 
     assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
 
 
-async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
+async def test_a_stream_brings_the_whole_answer_in_pieces(front: Front) -> None:
     stream = await front.client.completions.create(
         model="target", prompt=PROMPT, max_tokens=len(SCRIPT), stream=True, stream_options={"include_usage": True}
     )
@@ -72,7 +72,7 @@ async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
     assert (pieces[-1].model_extra or {})["metrics"]["speculative_decoding"]["num_spec_steps"] == len(SCRIPT)
 
 
-async def test_several_choices_and_prompts_have_their_indices_and_prompts_count_once(front: Front) -> None:
+async def test_choices_are_numbered_over_all_prompts_and_each_prompt_counts_once(front: Front) -> None:
     answer = await front.client.completions.create(model="target", prompt=[PROMPT, "x"], max_tokens=2, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None
@@ -106,7 +106,7 @@ async def test_log_probabilities_name_their_tokens(front: Front) -> None:
     assert all(isinstance(entry, dict) for entry in found.top_logprobs)
 
 
-async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
+async def test_outrider_options_travel_in_the_extra_body(front: Front) -> None:
     await front.client.completions.create(
         model="target", prompt=PROMPT, max_tokens=1, extra_body={"outrider": {"speculation": "off", "top_k": 7}}
     )
@@ -151,7 +151,7 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_wrong_is_refused_as_openai_does(
+async def test_an_invalid_request_is_refused_with_an_openai_error(
     front: Front, wrong: dict[str, Any], status: int, param: str | None, fragment: str, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
@@ -163,7 +163,7 @@ async def test_what_is_wrong_is_refused_as_openai_does(
     assert front.verifier.starts == []
 
 
-async def test_what_is_no_json_or_not_there_has_an_error_of_the_same_shape(front: Front) -> None:
+async def test_malformed_json_and_unknown_paths_get_openai_errors(front: Front) -> None:
     async with httpx.AsyncClient(base_url=front.url) as web:
         broken = await web.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
         missing = await web.post("/v1/completions", json={"model": "target"})
@@ -217,7 +217,7 @@ async def test_keys_are_judged_by_the_router(redis_url: str) -> None:
             assert (await web.get("/health")).status_code == 200  # it needs no key
 
 
-async def test_a_refusal_for_lack_of_room_names_when_to_come_back(redis_url: str) -> None:
+async def test_an_overloaded_refusal_has_a_retry_time(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.1)
     async with fronted(redis_url, verifier, max_sessions=1, queue=0) as front:
         asking = asyncio.create_task(_read(front, stream=True))
@@ -229,7 +229,7 @@ async def test_a_refusal_for_lack_of_room_names_when_to_come_back(redis_url: str
         asking.cancel()
 
 
-async def test_a_router_that_is_not_there_is_unavailable() -> None:
+async def test_a_missing_router_is_reported_as_unavailable() -> None:
     with bound("127.0.0.1:0") as listening:
         front = server(GatewayConfig(router="127.0.0.1:1"))
         serving = asyncio.create_task(front.serve([listening]))
@@ -340,7 +340,7 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
     ],
 )
-async def test_what_a_text_model_cannot_do_is_refused_by_name(
+async def test_a_feature_that_a_text_model_lacks_is_refused_by_name(
     front: Front, wrong: dict[str, Any], fragment: str
 ) -> None:
     asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
@@ -349,7 +349,7 @@ async def test_what_a_text_model_cannot_do_is_refused_by_name(
     assert fragment in refused.value.message
 
 
-async def test_what_comes_before_the_end_of_reasoning_is_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:
+async def test_reasoning_is_returned_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant><think>\n"

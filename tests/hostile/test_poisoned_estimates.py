@@ -100,7 +100,7 @@ def opened(verifier: StepScheduler, terms: dict[str, Any]) -> VerifierSession:
 
 
 @contracts
-def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_a_drafters_calibration(terms: dict[str, Any]) -> None:
     session, calibration = opened(scheduler(), terms), Calibration()
     subscription = session.subscribe(UpstreamStream("d", Heartbeat), 1, calibration)
     session.grant(subscription)
@@ -114,7 +114,7 @@ def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
 
 
 @contracts
-def test_when_deltas_arrive(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_arrival_estimates(terms: dict[str, Any]) -> None:
     verifier = scheduler()
     session = opened(verifier, terms)
     session.arrivals.arrived(0.5, 1.0, passing=False)  # its drafter does not begin any more
@@ -146,7 +146,9 @@ def _commit_beside_the_tree(session: VerifierSession) -> None:
 
 @contracts
 @pytest.mark.parametrize("method", ["prompt-lookup", "retrieval"])
-def test_lookups(method: LookupMethod, tmp_path: Path, terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_lookups(
+    method: LookupMethod, tmp_path: Path, terms: dict[str, Any]
+) -> None:
     store = None
     if method == "retrieval":
         write_datastore(tmp_path / "store", [TEXT * 3], tokenizer_digest=bytes(16), vocabulary=16)
@@ -190,7 +192,7 @@ def test_heads_on_the_target(terms: dict[str, Any]) -> None:
     assert changed(proposer, settles) == (not terms)
 
 
-def test_the_way_in_which_a_verifier_works() -> None:
+def test_a_poisoned_session_does_not_change_the_verifiers_overlap_mode() -> None:
     """While a plain session is open its tokens alone count; the others have estimates of their own."""
     cost = CostModel([(1, 0.01), (64, 0.02)])
     steering = Steering(Governor(PlainPace(cost.points())), cost)

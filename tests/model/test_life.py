@@ -36,14 +36,14 @@ def test_every_client_gets_the_one_true_text() -> None:
     run_state_machine_as_test(Life, settings=QUICK)
 
 
-def test_what_was_logged_stays_although_verifiers_disagree() -> None:
+def test_logged_tokens_stay_although_verifiers_disagree() -> None:
     run_state_machine_as_test(Unsteady, settings=QUICK)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("life", [Life, Unsteady])
-def test_the_same_for_a_long_time(life: type[Life]) -> None:
+def test_a_long_run_finds_no_violation(life: type[Life]) -> None:
     run_state_machine_as_test(life, settings=LONG)
 
 

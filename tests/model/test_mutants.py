@@ -188,7 +188,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda breaks: str(breaks.__name__),
 )
-def test_it_is_found_out_that(breaks: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_machine_finds_the_mutation(breaks: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(Life, settings=ENOUGH)

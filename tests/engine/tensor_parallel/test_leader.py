@@ -158,7 +158,7 @@ def _target() -> ModelConfig:
 
 
 @pytest.mark.parametrize("of", [3, 16, 5])
-def test_a_model_that_cannot_be_divided_is_refused_with_what_is_possible(of: int) -> None:
+def test_an_indivisible_model_is_refused_with_the_possible_numbers_of_ranks(of: int) -> None:
     with pytest.raises(ConfigError, match=rf"tensor_parallel: {of} ranks .* possible are 1, 2, 4, 8"):
         Shard(0, of).config(_target())
 

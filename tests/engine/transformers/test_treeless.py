@@ -64,7 +64,7 @@ def test_sessions_in_turns_give_the_tokens_of_generate(pair: Pair) -> None:
     assert generated == expected
 
 
-def test_a_copied_session_goes_its_own_way(pair: Pair) -> None:
+def test_a_copied_session_diverges_from_its_source(pair: Pair) -> None:
     engine, reference = pair
     random = np.random.default_rng(2)
     text, one, other = (random_tokens(engine, random, count) for count in (11, 4, 4))

@@ -163,7 +163,9 @@ async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: 
     [(b"another name....", 1), (NAME, 0), (b"short", 1), (NAME, 5)],
     ids=["unknown", "handle 0", "no name", "handle in use"],
 )
-async def test_without_its_stream_a_call_is_sent_its_events_itself(redis_url: str, route: tuple[bytes, int]) -> None:
+async def test_a_call_without_its_answer_stream_is_sent_its_events_itself(
+    redis_url: str, route: tuple[bytes, int]
+) -> None:
     async with scripted_router(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
         holder = rig.stub.Generate(routed(5, max_tokens=2_000))
         await until(lambda: bool(answers.tokens(5)))
@@ -221,7 +223,7 @@ async def test_bytes_that_do_not_parse_end_the_stream(redis_url: str) -> None:
         assert isinstance(from_rpc_error(caught.value), InvalidRequest)
 
 
-async def test_a_name_is_of_one_stream_and_a_tenant_has_so_many(redis_url: str) -> None:
+async def test_a_stream_name_is_unique_and_a_tenants_streams_are_bounded(redis_url: str) -> None:
     async with scripted_router(redis_url) as rig, opened(rig):
         second = AnswersCall(rig)
         await second.send(stream=NAME)
