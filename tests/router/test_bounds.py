@@ -124,7 +124,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(
         assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "message: did not arrive within 0.1 s")
 
 
-async def test_messages_of_a_tenant_arrive_so_many_at_a_time(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenants_concurrent_message_reads_are_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
     read = auth.read_message
 
@@ -176,7 +176,7 @@ async def test_a_message_is_refused_by_its_size_and_by_its_entries_while_it_is_b
             await rig.stub.Cancel(pb.CancelRequest(session_id="x" * 65 * KIB))
 
 
-async def test_token_ids_that_cannot_fit_are_refused_before_they_are_copied(
+async def test_too_many_token_ids_are_refused_before_they_are_copied(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def admitted(*_: object) -> None:

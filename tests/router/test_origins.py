@@ -81,7 +81,7 @@ async def test_a_text_of_a_version_that_kept_no_origin_does_not_go_on(redis_url:
         assert f"began under {UNKNOWN_ORIGIN}" in problem
 
 
-async def test_the_next_turn_of_a_session_goes_to_whichever_weights_there_are(redis_url: str) -> None:
+async def test_the_next_turn_of_a_session_may_use_other_weights(redis_url: str) -> None:
     async with running_router(redis_url) as rig:
         async with announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest, weights="a") as worker:
             started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
@@ -94,7 +94,7 @@ async def test_the_next_turn_of_a_session_goes_to_whichever_weights_there_are(re
         assert (await rig.sessions.get(started.session_id)).origin == Origin(PROTOCOL, "b", "")
 
 
-async def test_a_standby_has_what_the_text_began_with(redis_url: str) -> None:
+async def test_a_standby_has_the_weights_that_began_the_text(redis_url: str) -> None:
     verifiers = [FakeVerifier(SCRIPT, pace_s=0.005) for _ in range(3)]
     async with running_router(redis_url, standby=True) as rig, AsyncExitStack() as stack:
         for verifier, sessions, weights in zip(verifiers, (0, 1, 2), ("a", "b", "a"), strict=True):
@@ -113,7 +113,7 @@ async def test_a_standby_has_what_the_text_began_with(redis_url: str) -> None:
         assert verifiers[1].warmed == []
 
 
-async def test_workers_of_another_protocol_are_not_used_and_named_once(
+async def test_workers_of_another_protocol_are_ignored_and_named_once(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "router.scheduling.workers")

@@ -177,7 +177,7 @@ async def test_resuming_takes_a_running_generation_over_and_its_first_reader_is_
         await until(lambda: verifier.open == 0)
 
 
-async def test_a_place_that_is_not_in_the_answer_is_refused(redis_url: str) -> None:
+async def test_a_position_outside_the_answer_is_refused(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
         session = started.session_id
@@ -209,7 +209,7 @@ async def test_after_resume_ttl_a_generation_is_given_up_and_the_session_goes_on
         assert started.generation == 2
 
 
-async def test_a_repeated_request_with_the_same_key_gets_the_first_ones_answer(redis_url: str) -> None:
+async def test_a_repeated_request_with_one_key_gets_the_first_answer(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.005)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         request = ask(max_tokens=9)
@@ -241,7 +241,7 @@ async def test_a_key_whose_first_request_died_before_it_began_is_used(redis_url:
         assert started.session_id == "f" * 32
 
 
-async def test_a_key_whose_turn_was_refused_is_not_answered_with_somebody_elses(redis_url: str) -> None:
+async def test_a_refused_turns_key_does_not_return_another_turns_answer(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=6))
@@ -309,7 +309,7 @@ async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str)
         assert [entry.logprob for chunk in again for entry in chunk.logprobs] == [-2.0, -3.0, -4.0, -5.0, -6.0]
 
 
-async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
+async def test_a_client_that_does_not_read_loses_its_slot_and_gets_it_back(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from router.api import servicer
@@ -345,7 +345,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
+async def test_an_owners_last_writes_before_a_takeover_count(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     verifier, prompt = FakeVerifier(SCRIPT), MODEL.tokenizer.encode("import os\n").ids

@@ -49,7 +49,7 @@ async def cost(client: Redis, sessions: Sessions, before: frozenset[str]) -> tup
     return found, sum(figures["calls"] for figures in stats.values())
 
 
-async def test_a_sweep_costs_what_is_due_however_many_sessions_there_are(client: Redis, sessions: Sessions) -> None:
+async def test_the_cost_of_a_sweep_depends_on_due_sessions_alone(client: Redis, sessions: Sessions) -> None:
     await maintenance.sweep_once(sessions, ())  # the first of a cluster scans
     nothing, idle = await cost(client, sessions, frozenset())
     await keep_idle(client, IDLE)

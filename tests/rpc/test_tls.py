@@ -92,7 +92,7 @@ async def greeted(address: str, tls: Tls | None, server_name: str = "") -> None:
             raise from_rpc_error(error) from None
 
 
-def test_the_table_has_every_method_between_parts_and_none_of_clients() -> None:
+def test_the_role_table_has_every_internal_method_and_no_client_method() -> None:
     assert set(ALLOWED_ROLES) == set(METHODS)
     assert not any(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name in path for path in ALLOWED_ROLES)
 

@@ -176,7 +176,7 @@ async def test_an_address_over_its_rate_is_refused_before_its_key_is_looked_up(r
         assert "this address is over its rate (address_requests_per_s)" in problem
 
 
-async def test_there_are_at_most_so_many_messages(redis_url: str) -> None:
+async def test_the_number_of_messages_is_bounded(redis_url: str) -> None:
     async with (
         running_router(redis_url) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),

@@ -107,7 +107,7 @@ async def front() -> AsyncIterator[Callable[..., Front]]:
             await stack.enter_async_context(closing(one))
 
 
-async def test_as_many_as_there_are_places_and_the_others_in_order_of_arrival(front: Callable[..., Front]) -> None:
+async def test_slots_are_given_in_order_of_arrival(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "1234":
         door.come(name)
@@ -148,7 +148,7 @@ def test_tenants_share_by_tokens_and_not_by_requests() -> None:
     assert [name for name in first if name.startswith("small")] == [f"small {number}" for number in range(18)]
 
 
-def test_a_tenant_with_many_requests_does_not_hold_up_one_with_few_and_none_saves_up_credit() -> None:
+def test_a_tenant_with_many_requests_delays_no_other_and_none_saves_up_credit() -> None:
     queue = FairQueue[str]()
     for number in range(100):
         queue.push(claim("greedy"), f"greedy {number}")
@@ -172,7 +172,7 @@ def test_tokens_that_were_not_generated_after_all_are_not_charged() -> None:
     assert sum(name.startswith("brief") for name in order) == 10
 
 
-async def test_a_full_queue_refuses_at_once_and_names_when_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_full_queue_refuses_at_once_with_a_retry_time(front: Callable[..., Front]) -> None:
     door = front(1, queue=3, queue_per_tenant=2)
     door.come("1")
     await turn()
@@ -195,7 +195,7 @@ async def test_a_full_queue_refuses_at_once_and_names_when_to_come_back(front: C
     assert door.admission.waiting == 4
 
 
-async def test_what_would_miss_its_deadline_is_refused_and_not_kept(front: Callable[..., Front]) -> None:
+async def test_a_request_that_would_miss_its_deadline_is_refused_and_not_queued(front: Callable[..., Front]) -> None:
     door = front(1)
     door.come("1")
     await turn()
@@ -211,7 +211,7 @@ async def test_what_would_miss_its_deadline_is_refused_and_not_kept(front: Calla
     assert door.admission.waiting == 1
 
 
-async def test_a_deadline_that_passes_and_a_caller_that_goes_leave_the_queue_at_once(
+async def test_an_expired_deadline_and_a_cancelled_caller_leave_the_queue_at_once(
     front: Callable[..., Front],
 ) -> None:
     door = front(1, queue_s=0.05)
@@ -231,7 +231,7 @@ async def test_a_deadline_that_passes_and_a_caller_that_goes_leave_the_queue_at_
         await late
 
 
-async def test_one_that_goes_in_the_moment_of_its_turn_takes_no_place_along(front: Callable[..., Front]) -> None:
+async def test_a_request_cancelled_at_its_turn_takes_no_slot(front: Callable[..., Front]) -> None:
     door = front(1)
     door.come("1")
     gone, next_one = door.come("2"), door.come("3")
@@ -244,7 +244,7 @@ async def test_one_that_goes_in_the_moment_of_its_turn_takes_no_place_along(fron
     assert door.inside[-1] == "3"
 
 
-async def test_a_tenant_has_no_more_at_once_than_it_may(front: Callable[..., Front]) -> None:
+async def test_a_tenant_keeps_within_its_concurrent_sessions(front: Callable[..., Front]) -> None:
     door = front(3, tenant_sessions=1)
     for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
         door.come(name, claim(tenant))
@@ -254,7 +254,7 @@ async def test_a_tenant_has_no_more_at_once_than_it_may(front: Callable[..., Fro
     assert door.inside == ["a1", "b1", "a2"]
 
 
-async def test_each_place_that_a_tenant_gives_back_is_one_that_it_may_have(front: Callable[..., Front]) -> None:
+async def test_each_slot_that_a_tenant_releases_is_available_to_it(front: Callable[..., Front]) -> None:
     door = front(9, tenant_sessions=2)
     for name in "1234":
         door.come(name)
@@ -264,7 +264,7 @@ async def test_each_place_that_a_tenant_gives_back_is_one_that_it_may_have(front
     assert door.inside == ["1", "2", "3"]
 
 
-async def test_a_request_that_the_verifiers_refused_waits_before_all_others(front: Callable[..., Front]) -> None:
+async def test_a_request_refused_by_verifiers_waits_before_all_others(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "123":
         door.come(name)
@@ -334,7 +334,7 @@ async def test_a_tenant_over_its_rate_gets_a_time_to_come_back(front: Callable[.
     assert door.inside == ["1", "4"]
 
 
-def test_the_rate_at_which_places_become_free_follows_from_how_long_they_are_kept() -> None:
+def test_the_rate_of_free_slots_follows_from_their_residency() -> None:
     stay = ResidencyEma()
     assert stay.wait_s(0, 4) is None
     stay.observe(8.0)
@@ -342,7 +342,7 @@ def test_the_rate_at_which_places_become_free_follows_from_how_long_they_are_kep
     assert stay.wait_s(3, 4) == pytest.approx(8.0)
 
 
-def test_of_one_tenant_who_asks_for_little_does_not_wait_behind_all_that_ask_for_much() -> None:
+def test_a_tenants_small_request_does_not_wait_behind_all_its_large_ones() -> None:
     queue = FairQueue[str]()
     for number in range(10):
         queue.push(claim(tokens=1000), f"much {number}")
@@ -354,7 +354,7 @@ def test_of_one_tenant_who_asks_for_little_does_not_wait_behind_all_that_ask_for
     assert served(queue, 2) == ["little 2", "much 1"]
 
 
-def test_of_one_tenant_who_asks_for_as_much_waits_its_turn_whatever_others_gave_back() -> None:
+def test_a_tenants_equal_requests_keep_their_order_despite_refunds() -> None:
     queue = FairQueue[str]()
     for number in range(4):
         queue.push(claim(tokens=2000), f"first {number}")
@@ -366,7 +366,7 @@ def test_of_one_tenant_who_asks_for_as_much_waits_its_turn_whatever_others_gave_
     assert served(queue, 2) == ["mine", "later 0"]
 
 
-def test_of_one_tenant_who_asks_for_much_is_not_passed_for_ever() -> None:
+def test_a_tenants_large_request_is_not_passed_for_ever() -> None:
     queue = FairQueue[str]()
     queue.push(claim(tokens=1000), "much")
     passed = 0
@@ -394,7 +394,7 @@ async def known_stay(door: Front, seconds: float) -> None:
     await door.go("measured")
 
 
-async def test_a_refusal_names_what_is_full_why_it_waits_and_when_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_refusal_names_the_full_limit_the_reason_and_the_retry_time(front: Callable[..., Front]) -> None:
     door = front(1, queue=2, queue_per_tenant=1)
     for name, tenant in (("1", "a"), ("2", "a")):
         door.come(name, claim(tenant))
@@ -413,7 +413,7 @@ async def test_a_refusal_names_what_is_full_why_it_waits_and_when_to_come_back(f
     assert await problem(door, "4", claim("c")) == ("no slot is free and 2 requests wait (queue); retry in 1.0 s", 1.0)
 
 
-async def test_a_place_that_is_expected_just_in_time_is_waited_for(front: Callable[..., Front]) -> None:
+async def test_a_request_waits_for_a_slot_that_is_expected_just_in_time(front: Callable[..., Front]) -> None:
     door = front(2, max_sessions=1)  # of two places it may use one
     await known_stay(door, 4.0)
     door.come("1")
@@ -508,7 +508,7 @@ async def test_a_tenant_over_its_rate_gets_the_name_of_the_rate_and_the_retry_ti
     assert await problem(door, "4", claim()) == (message, 1.0)
 
 
-async def test_what_waits_is_counted_by_priority(front: Callable[..., Front]) -> None:
+async def test_queued_requests_are_counted_by_priority(front: Callable[..., Front]) -> None:
     door = front(0)
     for name, priority in enumerate((QueueClass.INTERACTIVE, QueueClass.BATCH, QueueClass.BATCH)):
         door.come(str(name), claim(priority=priority))
@@ -517,7 +517,7 @@ async def test_what_waits_is_counted_by_priority(front: Callable[..., Front]) ->
     assert door.admission.waiting == 3
 
 
-async def test_a_place_is_waited_for_by_those_whom_it_would_help(front: Callable[..., Front]) -> None:
+async def test_a_slot_is_given_up_only_for_requests_that_can_use_it(front: Callable[..., Front]) -> None:
     door = front(1, max_sessions=2)
     mine, other = claim(), replace(claim("b"), model="other")
     door.come("1", mine)
@@ -533,7 +533,7 @@ async def test_a_place_is_waited_for_by_those_whom_it_would_help(front: Callable
     assert door.admission.has_waiter_for(other)  # now all that there may be are taken
 
 
-async def test_a_place_is_not_waited_for_by_those_who_have_as_many_as_they_may(front: Callable[..., Front]) -> None:
+async def test_a_slot_is_not_given_up_for_a_tenant_at_its_limit(front: Callable[..., Front]) -> None:
     door = front(2, tenant_sessions=1)
     for name, tenant in (("a", "a"), ("b", "b"), ("another a", "a")):
         door.come(name, claim(tenant))
@@ -561,7 +561,7 @@ async def test_a_tenant_pays_for_prompt_tokens_and_twice_for_generated_ones(fron
     assert door.admission.held == 0
 
 
-async def test_one_that_goes_in_the_moment_of_its_turn_pays_nothing(front: Callable[..., Front]) -> None:
+async def test_a_request_cancelled_at_its_turn_pays_nothing(front: Callable[..., Front]) -> None:
     door = front(1)
     door.come("1")
     await turn()
@@ -578,7 +578,7 @@ async def test_one_that_goes_in_the_moment_of_its_turn_pays_nothing(front: Calla
     assert (door.admission.held, door.admission.waiting) == (0, 0)
 
 
-async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_then_on(
+async def test_a_retaken_slot_costs_nothing_more_and_its_residency_begins_again(
     front: Callable[..., Front],
 ) -> None:
     door = front(1)
@@ -625,14 +625,14 @@ async def test_a_request_that_waits_again_in_vain_gets_the_reason(front: Callabl
         await door.held["1"].rejoin_queue()
 
 
-async def test_one_that_takes_over_a_place_waits_for_none_and_gives_it_back(front: Callable[..., Front]) -> None:
+async def test_a_handed_on_request_takes_a_slot_at_once_and_releases_it(front: Callable[..., Front]) -> None:
     door = front(0)
     async with door.admission.slot(claim(tokens=0), handed_on=True) as place:
         assert (door.admission.held, place.held) == (1, True)
     assert (door.admission.held, place.held) == (0, False)
 
 
-async def test_how_long_a_place_is_kept_is_known_once_a_token_was_generated_in_it(front: Callable[..., Front]) -> None:
+async def test_a_residency_is_known_once_a_token_was_generated(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "12":
         door.come(name)
@@ -649,7 +649,7 @@ async def test_how_long_a_place_is_kept_is_known_once_a_token_was_generated_in_i
     assert door.admission.residency["model"].wait_s(0, 1) == 7.0
 
 
-async def test_a_place_without_a_generated_token_is_left_out_of_how_long_places_are_kept(
+async def test_a_slot_without_a_generated_token_does_not_count_for_the_residency(
     front: Callable[..., Front],
 ) -> None:
     door = front(1)
@@ -665,7 +665,7 @@ async def test_a_place_without_a_generated_token_is_left_out_of_how_long_places_
     ("own", "before"),
     [(QueueClass.RESUMED, ["waiting", "resumed"]), (QueueClass.BATCH, ["waiting", "resumed", "batch"])],
 )
-async def test_a_request_that_left_its_place_waits_its_turn_among_others(
+async def test_a_request_that_left_its_slot_rejoins_the_queue(
     front: Callable[..., Front], own: QueueClass, before: list[str]
 ) -> None:
     door = front(1)
@@ -688,7 +688,7 @@ async def test_a_request_that_left_its_place_waits_its_turn_among_others(
     place.release()
 
 
-def test_how_many_go_before_counts_classes_tenants_and_what_is_asked_for() -> None:
+def test_the_queue_position_counts_classes_tenants_and_token_counts() -> None:
     queue = FairQueue[str]()
     for number in range(3):
         queue.push(claim("a"), f"a {number}")
@@ -718,7 +718,7 @@ def test_a_request_that_may_not_go_is_passed_over_and_keeps_its_turn() -> None:
     assert queue.pop(lambda _: True) is None
 
 
-def test_one_that_does_not_wait_any_more_leaves_the_others_in_their_order() -> None:
+def test_a_removed_request_leaves_the_others_in_order() -> None:
     queue = FairQueue[str]()
     for name in ("first", "second", "third"):
         queue.push(claim(), name)
@@ -751,7 +751,7 @@ def test_a_tenant_that_comes_back_is_lifted_to_the_lowest_that_waits_or_that_was
     assert queue.served["never seen"] == 605.0
 
 
-def test_of_tenants_that_do_not_wait_those_that_had_least_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_idle_tenants_with_the_least_usage_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_TENANTS", 3)
     queue = FairQueue[str]()
     queue.push(claim("waiting"), "waiting")
@@ -764,7 +764,7 @@ def test_of_tenants_that_do_not_wait_those_that_had_least_are_forgotten(monkeypa
     assert {"waiting", "0", "1", "2"} <= set(queue.served)
 
 
-def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
+def test_the_mean_residency_follows_slowly_and_zero_slots_count_as_one() -> None:
     stay = ResidencyEma()
     stay.observe(8.0)
     stay.observe(18.0)
@@ -801,7 +801,7 @@ def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgot
     assert buckets.wait_s("a", 4) == pytest.approx(0.5)
 
 
-async def test_a_place_is_given_back_once_however_often_it_is_left(front: Callable[..., Front]) -> None:
+async def test_a_slot_is_released_once_however_often_it_is_left(front: Callable[..., Front]) -> None:
     """A generation that makes room for others leaves it, and may be broken off before it has another one."""
     admission = front(1).admission
     async with admission.slot(claim()) as place:
@@ -813,7 +813,7 @@ async def test_a_place_is_given_back_once_however_often_it_is_left(front: Callab
     assert admission.held == 0
 
 
-async def test_a_tenant_is_charged_with_what_it_spent_in_its_place(front: Callable[..., Front]) -> None:
+async def test_a_tenant_is_charged_for_the_tokens_spent_in_its_slot(front: Callable[..., Front]) -> None:
     door = front(1)
     for tenant, expected, output in (("brief", 1000.0, 5), ("exact", 100.0, 50)):
         async with door.admission.slot(claim(tenant, tokens=expected)) as place:
@@ -828,7 +828,7 @@ async def test_a_tenant_is_charged_with_what_it_spent_in_its_place(front: Callab
     assert door.inside == ["present", "new", "brief"]
 
 
-def test_answers_that_are_over_leave_their_room_to_others() -> None:
+def test_finished_answers_free_their_capacity() -> None:
     answers = AnswerLimit(RouterConfig(models={"model": Path("/m")}, max_sessions=1, queue=1))
     for _ in range(9):
         with answers.hold("a"), answers.hold("a"):

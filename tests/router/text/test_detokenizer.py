@@ -49,7 +49,7 @@ def _at_once(ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
 
 
 @given(any_ids | byte_ids, st.lists(st.integers(0, 50), max_size=8))
-def test_any_chunking_gives_the_text_that_decoding_at_once_gives(ids: list[int], cuts: list[int]) -> None:
+def test_any_chunking_gives_the_text_of_decoding_at_once(ids: list[int], cuts: list[int]) -> None:
     answer = _answer()
     pieces = [answer.feed(chunk).text for chunk in _chunks(ids, cuts)]
     assert "".join(pieces) + answer.flush() == TOKENIZER.decode(ids)
@@ -95,7 +95,7 @@ def test_stops_are_found_wherever_they_span(text: str, stops: list[str], cuts: l
 
 
 @given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher, out = StopStrings(stops), ""
     for count, character in enumerate(text, 1):
         piece, stopped = matcher.feed(character)
@@ -168,7 +168,7 @@ def test_endless_broken_bytes_are_not_held_for_ever() -> None:
     assert any(detokenizer.feed(half) for _ in range(100))
 
 
-def test_what_may_still_become_a_character_is_held_for_64_tokens() -> None:
+def test_an_incomplete_character_is_held_for_64_tokens() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     half = TOKENIZER.encode("🙂").ids[0]
     pieces = [detokenizer.feed(half) for _ in range(64)]
@@ -177,7 +177,7 @@ def test_what_may_still_become_a_character_is_held_for_64_tokens() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_what_comes_together_is_one_text_and_what_is_held_comes_at_the_end() -> None:
+def test_tokens_in_one_chunk_give_one_text_and_held_text_is_flushed_at_the_end() -> None:
     answer = _answer(["abc"])
     taken = answer.feed(TOKENIZER.encode("x ab").ids)
     assert (taken.text, taken.stopped) == ("x ", False)
