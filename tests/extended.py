@@ -119,7 +119,7 @@ MAIN = (  # of these, what `make test` runs nevertheless
             "adapters",
         )
     ),
-    "tests/simulation/test_cluster.py::test_the_same_seed_gives_the_same_figures",
+    "tests/simulation/test_cluster.py::test_an_equal_seed_gives_equal_figures",
 )
 
 

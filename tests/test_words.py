@@ -98,7 +98,7 @@ def test_the_product_is_read_whole() -> None:
     )
 
 
-def test_the_glossary_has_each_word_once_with_a_place_that_is_there() -> None:
+def test_the_glossary_has_each_word_once_with_an_existing_file() -> None:
     page = glossary.reference()
     words = [line.split("*")[1] for line in page.splitlines() if line.startswith("| *")]
     assert len(words) == len(set(words)) > 40

@@ -98,7 +98,7 @@ def test_the_role_table_has_every_internal_method_and_no_client_method() -> None
 
 
 @pytest.mark.parametrize("path", ALLOWED_ROLES)
-async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path], path: str) -> None:
+async def test_a_method_admits_only_its_roles(folders: dict[str, Path], path: str) -> None:
     ours = folders["ours"]
     async with parts(certificate(ours, "verifier")) as address:
         for role in ROLES:
@@ -144,7 +144,7 @@ async def test_health_is_for_every_certificate_of_the_ca(folders: dict[str, Path
             await greeted(address, certificate(folders["ours"], role), SERVER)
 
 
-async def test_a_probe_without_a_certificate_gets_the_health_where_nothing_else_is_served(
+async def test_a_probe_without_a_certificate_reaches_only_the_health_service(
     folders: dict[str, Path],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -160,7 +160,7 @@ async def test_a_probe_without_a_certificate_gets_the_health_where_nothing_else_
 
 
 @pytest.mark.parametrize("who", ["of another CA", "expired", "missing", "plain text"])
-async def test_a_caller_without_a_good_certificate_gets_what_is_wrong(folders: dict[str, Path], who: str) -> None:
+async def test_a_caller_without_a_good_certificate_gets_the_reason(folders: dict[str, Path], who: str) -> None:
     ours, trusted = folders["ours"], folders["expired" if who == "expired" else "ours"]
     tls = {
         "of another CA": certificate(folders["other"], "router", ours),
@@ -209,7 +209,7 @@ async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(f
             await greeted(address, client, "elsewhere.example")
 
 
-async def test_a_server_takes_up_renewed_files_and_keeps_what_it_has_while_they_do_not_fit(tmp_path: Path) -> None:
+async def test_a_server_loads_renewed_files_and_keeps_its_own_while_they_do_not_fit(tmp_path: Path) -> None:
     make(tmp_path)
     before = certificate(tmp_path, "router")
     async with (
@@ -351,7 +351,7 @@ def test_files_that_do_not_fit_are_refused_with_their_names(
         Tls.read(*given)
 
 
-def test_a_private_key_is_not_in_what_is_shown_of_it(folders: dict[str, Path]) -> None:
+def test_a_private_key_is_absent_from_its_repr(folders: dict[str, Path]) -> None:
     assert "PRIVATE" not in repr(certificate(folders["ours"], "router"))
 
 

@@ -33,9 +33,7 @@ async def exported(
     return [span for span in kept.get_finished_spans() if span.name.endswith("/Cancel")]
 
 
-async def test_by_default_a_caller_has_no_part_in_it_and_is_linked(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_is_linked_but_no_parent_by_default(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await exported(redis_url, monkeypatch, ALWAYS_OFF, trusted=False, sampled=True) == []
     [span] = await exported(redis_url, monkeypatch, ALWAYS_ON, trusted=False, sampled=False)
     assert span.parent is None

@@ -114,7 +114,7 @@ async def test_a_server_that_lost_its_last_writes_gets_them_back_from_the_owner(
         await writer.client.aclose()
 
 
-async def test_a_full_disk_refuses_writes_and_loses_none_that_it_took(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_writes_and_loses_no_accepted_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as data:
         ballast = data / "ballast"
         ballast.write_bytes(bytes(100_000))

@@ -35,7 +35,7 @@ async def test_a_key_names_its_tenant_and_its_secret_is_nowhere_in_redis(redis: 
 
 
 @pytest.mark.parametrize("wrong", ["", "outrider_", "x" * 10_000, "é"])
-async def test_what_is_no_key_is_refused(redis: Redis, wrong: str) -> None:
+async def test_a_malformed_key_is_refused(redis: Redis, wrong: str) -> None:
     keys = Keys(redis)
     await keys.add("acme")
     with pytest.raises(Unauthenticated):
@@ -95,7 +95,7 @@ async def test_a_tenant_has_a_plain_name(redis: Redis, tenant: str) -> None:
         await Keys(redis).add(tenant)
 
 
-async def test_a_key_that_is_not_there_cannot_be_revoked(redis: Redis) -> None:
+async def test_an_unknown_key_cannot_be_revoked(redis: Redis) -> None:
     with pytest.raises(NotFound, match="outrider keys list"):
         await Keys(redis).revoke("0" * 12)
 

@@ -179,7 +179,7 @@ async def test_a_restore_that_is_always_overtaken_gives_up(sessions: Sessions) -
         ("earlier end", r"has ended \(stop\) with 6"),
     ],
 )
-async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
+async def test_a_foreign_write_during_recovery_is_a_conflict(
     client: Redis, sessions: Sessions, what: str, problem: str
 ) -> None:
     new = await _dump(client)

@@ -49,7 +49,9 @@ async def sessions(client: Redis) -> Sessions:
     return sessions
 
 
-async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(client: Redis, sessions: Sessions) -> None:
+async def test_an_abandoned_generation_is_ended_once_and_its_owner_is_refused(
+    client: Redis, sessions: Sessions
+) -> None:
     owned, lease = await _begin(sessions), Lease("s1", 0)
     assert not await sessions.abandon(lease)  # its owner is alive
     await owned.release("usage")
@@ -68,7 +70,7 @@ async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(clien
     assert not await sessions.abandon(lease)
 
 
-async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
+async def test_listing_finds_all_sessions_and_no_other_keys(client: Redis, sessions: Sessions) -> None:
     await sessions.create("s2", "", "target", b"")
     await sessions.claim("", "key", b"", "s2/1")
     await list_key(client, b"k" * 32, time.time())
@@ -92,7 +94,7 @@ async def _ago(client: Redis, seconds: float) -> None:
             await client.hset("outrider:{s1}:session", field, str(int(value) - round(seconds * 1000)))
 
 
-async def test_a_new_session_is_empty_and_nobodys_and_made_once(sessions: Sessions) -> None:
+async def test_a_new_session_is_empty_and_unowned_and_created_once(sessions: Sessions) -> None:
     assert await sessions.get("s1") == NEW
     await _begin(sessions)
     assert not await sessions.create("s1", "other", "other", b"")
@@ -134,7 +136,7 @@ async def test_begin_fixes_the_turn_and_makes_its_caller_the_owner(client: Redis
     assert await sessions.read("s1") == SessionLog(0, tuple(PROMPT), b"", "")
 
 
-async def test_of_many_that_begin_or_acquire_one_succeeds(sessions: Sessions) -> None:
+async def test_one_of_many_concurrent_begins_and_acquires_succeeds(sessions: Sessions) -> None:
     calls = [_begin(sessions, f"b{i}") for i in range(4)] + [sessions.acquire("s1", 0, f"a{i}") for i in range(4)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     owners = [outcome.owner for outcome in outcomes if isinstance(outcome, OwnedSession)]
@@ -144,7 +146,7 @@ async def test_of_many_that_begin_or_acquire_one_succeeds(sessions: Sessions) ->
     assert (record.epoch, record.owner) == (1, owners[0])
 
 
-async def test_begin_and_acquire_repeated_after_a_lost_reply_succeed_and_change_nothing(
+async def test_a_begin_or_acquire_repeated_after_a_lost_reply_changes_nothing(
     client: Redis, sessions: Sessions
 ) -> None:
     assert (await _begin(sessions)).epoch == (await _begin(sessions)).epoch == 1
@@ -312,7 +314,7 @@ async def test_a_log_that_goes_away_while_it_is_read_is_not_taken_for_a_short_on
         await sessions.read("s1")
 
 
-async def test_leases_are_renewed_until_they_are_given_up_and_a_late_call_brings_none_back(
+async def test_leases_are_renewed_until_released_and_no_late_call_revives_them(
     client: Redis, sessions: Sessions
 ) -> None:
     owned = await _begin(sessions)
@@ -387,7 +389,7 @@ async def test_the_sweep_of_time_drops_record_and_log_together(client: Redis) ->
             await asyncio.sleep(0.02)
 
 
-async def test_all_keys_of_a_session_live_equally_long_in_one_slot(client: Redis, sessions: Sessions) -> None:
+async def test_all_keys_of_a_session_expire_together_in_one_slot(client: Redis, sessions: Sessions) -> None:
     await _begin(sessions)
     keys = await client.keys("*{s1}*")
     assert sorted(keys) == [b"outrider:{s1}:log", b"outrider:{s1}:session"]
@@ -441,7 +443,7 @@ async def test_a_wrong_password_is_reported(redis_url: str) -> None:
     await client.aclose()
 
 
-def test_a_url_that_is_none_is_a_config_error() -> None:
+def test_a_malformed_url_is_a_config_error() -> None:
     for url in ("localhost", "redis+cluster://h:1/2", "redis+cluster:///path", "unix+cluster:///path"):
         with pytest.raises(ConfigError, match="REDIS_URL"):
             connect(url)

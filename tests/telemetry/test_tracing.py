@@ -272,7 +272,7 @@ async def test_neither_prompts_nor_answers_are_exported_or_logged(watched: Watch
     assert text[:24].encode() not in emitted
 
 
-async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
+async def test_all_metrics_arrive_by_otlp_and_on_the_prometheus_page(watched: Watched) -> None:
     await watched.ask(str(TOKENS))
     async with outrider.AsyncClient(watched.cluster.router_address) as client:
         await client.load_adapter("formal", "formal")

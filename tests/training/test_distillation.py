@@ -59,7 +59,7 @@ def test_a_drafter_comes_nearer_to_its_target(taught: Path) -> None:
     assert lines[-1]["tokens"] == 120 * 256
 
 
-def test_what_is_made_loads_and_describes_itself(taught: Path, target: Path) -> None:
+def test_a_trained_drafter_loads_and_describes_itself(taught: Path, target: Path) -> None:
     engine = load_engine(taught, dtype="bfloat16", slots=1, threads=1)
     assert (engine.vocabulary, engine.context) == (300, 128)
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(taught / "model.safetensors").values())
@@ -101,7 +101,7 @@ def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
     assert ours[-1]["held_out_loss"] == theirs[-1]["held_out_loss"]
 
 
-def test_lines_of_steps_that_are_done_again_are_not_there_twice(target: Path, tmp_path: Path) -> None:
+def test_repeated_steps_leave_no_duplicate_lines(target: Path, tmp_path: Path) -> None:
     settings = recipe(target, tmp_path / "out", measure_steps=2)
     training = begin(settings)
     for now in training.run():
@@ -134,7 +134,7 @@ def test_a_training_does_not_go_on_with_other_settings_or_other_texts(target: Pa
         begin(recipe(target, tmp_path / "out"))
 
 
-def test_a_folder_that_holds_something_else_is_not_replaced(target: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_not_replaced(target: Path, tmp_path: Path) -> None:
     digest = weights_digest(target)
     with pytest.raises(ConfigError, match=r"target: is there already, .* give another --output"):
         begin(recipe(target, target))
@@ -220,7 +220,7 @@ def test_an_interrupted_command_saves_and_reports_how_to_go_on(target: Path, tmp
 
 
 @pytest.mark.long
-def test_two_processes_learn_what_one_with_twice_the_batch_does(target: Path, tmp_path: Path) -> None:
+def test_two_processes_learn_the_weights_of_one_with_twice_the_batch(target: Path, tmp_path: Path) -> None:
     shared = (
         "--target",
         target,

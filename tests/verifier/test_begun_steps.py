@@ -132,7 +132,7 @@ async def test_a_session_that_can_go_on_again_waits_for_one_step_at_most(folder:
     await rig.close()
 
 
-async def test_the_slot_of_a_session_that_closes_is_another_s_at_once(folder: Path) -> None:
+async def test_the_slot_of_a_closed_session_is_reused_at_once(folder: Path) -> None:
     rig = Rig(folder, runs_on=True, slots=2)
     first, second = rig.open(0, temperature=0.0), rig.open(1, temperature=0.7)
     await rig.until(lambda: len(second.tokens) > len(TEXT) + 9)
@@ -147,7 +147,7 @@ async def test_the_slot_of_a_session_that_closes_is_another_s_at_once(folder: Pa
     assert [first.tokens, third.tokens] == [session.tokens for session in expected]
 
 
-async def test_nothing_is_begun_where_the_next_step_may_have_nodes(folder: Path) -> None:
+async def test_no_pass_is_begun_when_the_next_step_may_have_nodes(folder: Path) -> None:
     rig = Rig(folder, runs_on=True, ngram=True)
     session = rig.open(0, temperature=0.0, plan=Plan(version=1, depth=8, nodes=16, wait_us=0))
     await rig.until(lambda: session.finished)
@@ -171,7 +171,7 @@ async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) ->
 
 
 @pytest.mark.parametrize("apart", [False, True])
-async def test_each_step_is_learned_from_once_and_the_last_one_before_a_rest(
+async def test_each_step_is_learned_from_once_including_the_last_before_a_rest(
     apart: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[float] = []  # seconds of the pass

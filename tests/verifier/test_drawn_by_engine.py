@@ -93,7 +93,7 @@ async def generated(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Ch
     return [session.tokens for session in sessions], choices, accepted
 
 
-async def test_texts_gaps_and_logprobs_are_the_same_whether_the_engine_or_the_sampler_draws(
+async def test_texts_gaps_and_logprobs_are_equal_whether_the_engine_or_the_sampler_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 12}

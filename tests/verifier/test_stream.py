@@ -113,7 +113,7 @@ async def test_commits_of_one_session_coalesce() -> None:
     assert (frame.commit.time_price, frame.commit.ahead) == (2.0, True)
 
 
-async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_others_do_not() -> None:
+async def test_a_commit_during_a_snapshot_waits_for_its_last_part_and_others_do_not() -> None:
     outgoing = stream()
     outgoing.snapshot(1, lambda: parts(3))
     outgoing.commit(commit(1, 5))  # the snapshot will hold it
@@ -161,7 +161,7 @@ async def test_a_closed_session_sends_nothing_more() -> None:
     assert await kinds(outgoing, 2) == ["closed", "closed"]
 
 
-async def test_where_there_is_nothing_to_send_a_heartbeat_has_the_progress() -> None:
+async def test_an_idle_stream_sends_its_progress_in_heartbeats() -> None:
     outgoing = stream()
     frame = await asyncio.wait_for(outgoing.next(), 2)
     assert frame is not None
@@ -170,7 +170,7 @@ async def test_where_there_is_nothing_to_send_a_heartbeat_has_the_progress() -> 
     assert await outgoing.next() is None
 
 
-async def test_what_is_held_back_joins_and_goes_out_when_it_is_held_no_more() -> None:
+async def test_held_commits_join_and_go_out_when_released() -> None:
     outgoing = stream()
     outgoing.hold(1, True)
     assert outgoing.commit(commit(1, 10, 2))

@@ -45,13 +45,13 @@ def emptied(own: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
 
 
 @pytest.mark.parametrize("role", ACL_ROLES)
-async def test_a_role_s_user_may_do_all_that_the_role_does(emptied: EmbeddedRedis, role: AclRole) -> None:
+async def test_a_roles_user_has_every_right_that_the_role_needs(emptied: EmbeddedRedis, role: AclRole) -> None:
     await works(role, emptied.url_of(role), emptied.url)
     with redis.Redis.from_url(emptied.url) as admin:
         assert denied(admin) == []
 
 
-async def test_on_a_redis_cluster_too(tmp_path: Path) -> None:
+async def test_a_roles_user_has_its_rights_on_a_redis_cluster_too(tmp_path: Path) -> None:
     with redis_cluster(tmp_path) as ports:
         nodes = [redis.Redis(port=port) for port in ports]
         for node in nodes:
@@ -163,7 +163,7 @@ DENIED: dict[AclRole, list[str]] = {
 
 
 @pytest.mark.parametrize("role", ACL_ROLES)
-def test_what_a_role_does_not_need_is_denied(own: EmbeddedRedis, role: AclRole) -> None:
+def test_commands_that_a_role_does_not_need_are_denied(own: EmbeddedRedis, role: AclRole) -> None:
     with redis.Redis.from_url(own.url) as admin:
         for command in DENIED[role]:
             answer = admin.execute_command("ACL", "DRYRUN", user_name(role), *command.split(" "))
@@ -229,5 +229,5 @@ async def test_a_redis_without_these_rules_is_used_as_one_user_with_a_warning(
             await Keys(client).listed()
 
 
-def test_every_role_s_work_is_known() -> None:  # bites: the roles are the code's
+def test_the_work_of_every_role_is_tested() -> None:  # bites: the roles are the code's
     assert WORK.keys() == GRANTS.keys() == set(ACL_ROLES)

@@ -33,7 +33,7 @@ async def test_a_machine_with_another_time_has_that_of_redis(client: Redis, skew
     assert clock.skew_s() == pytest.approx(skew_s, abs=0.2)
 
 
-async def test_a_clock_that_is_set_meanwhile_shows_at_once_and_changes_no_time(client: Redis) -> None:
+async def test_a_clock_change_shows_in_the_skew_and_not_in_the_time(client: Redis) -> None:
     ahead = [0.0]
     clock = RedisClock(lambda: time.time() + ahead[0])
     await clock.read(client)

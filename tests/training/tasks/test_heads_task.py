@@ -115,7 +115,7 @@ def test_the_target_does_not_learn(target: Path, tmp_path: Path) -> None:
     assert len([*training.student.parameters()]) == 2 * DEPTH  # its blocks' alone
 
 
-def test_what_cannot_have_heads_is_refused(target: Path, tmp_path: Path) -> None:
+def test_targets_and_windows_that_cannot_have_heads_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too small for 9 tokens"):
         recipe(target, tmp_path / "heads", "mlp", depth=9, window=16)
     other = tmp_path / "other"
