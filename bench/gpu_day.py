@@ -31,7 +31,7 @@ TESTS = (
     "tests/drafter/test_ranked_by_engine.py",
     "tests/drafter/sessions/test_eagle_session.py",
     "tests/drafter/test_grown_trees.py",
-    "tests/engine/test_the_head_kernel_equals_torch.py",
+    "tests/engine/test_heads.py",
     "tests/verifier/proposers/test_head_drafts.py",
     "tests/verifier/test_preempted_features.py",
     "tests/verifier/test_begun_steps.py",

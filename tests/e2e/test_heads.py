@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.test_a_poisoned_session_does_not_change_lookups import TARGET, TOKENS, both, served
+from tests.e2e.test_lookups import TARGET, TOKENS, both, served
 from tests.engine.taught import greedy, taught_heads
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -23,7 +23,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import SCRATCH
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
-from tests.e2e.test_a_poisoned_session_does_not_change_lookups import TARGET
+from tests.e2e.test_lookups import TARGET
 from tests.e2e.test_remote_heads import ROUNDS
 from tests.engine.taught import greedy, taught_heads
 from tests.verifier.test_kv_memory import least_memory

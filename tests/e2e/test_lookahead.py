@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.test_a_poisoned_session_does_not_change_lookups import both, served
+from tests.e2e.test_lookups import both, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

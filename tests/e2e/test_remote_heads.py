@@ -25,7 +25,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import Answer, attach, decode, trust
-from tests.e2e.test_a_poisoned_session_does_not_change_lookups import TARGET, TOKENS, both, served
+from tests.e2e.test_lookups import TARGET, TOKENS, both, served
 from tests.engine.taught import DEPTH, greedy, random_heads, taught_heads
 from verifier_svc.server import load_part as load_verifier_part
 

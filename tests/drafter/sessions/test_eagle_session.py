@@ -26,7 +26,7 @@ from outrider.engine.kv.kv_slots import KvSlots
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
-from tests.engine.test_the_head_kernel_equals_torch import decoded
+from tests.engine.test_heads import decoded
 
 PLAN = Plan(version=1, depth=5, width=3, nodes=10)
 

@@ -23,7 +23,7 @@ from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import MODELS, make_checkpoint
 from tests.engine.taught import random_heads, target_with_heads
-from tests.engine.test_the_head_kernel_equals_torch import Case, add, draft_trees, on_device, open_slot
+from tests.engine.test_heads import Case, add, draft_trees, on_device, open_slot
 
 GREEDY = Draw(0, 0.0)
 SLOTS = 4
