@@ -114,7 +114,7 @@ async def test_a_frozen_router_loses_its_session_and_its_late_writes_are_refused
         assert tokens == await undisturbed(elsewhere, 3, len(tokens))
 
 
-async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(servers: Servers) -> None:
+async def test_the_sdk_detects_a_frozen_router_and_resumes_at_another(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(0)) as client:
         stream = begun(client, 4)
         tokens = await read(stream, 5)
@@ -134,7 +134,7 @@ async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(
         assert tokens == await undisturbed(client, 4, len(tokens))
 
 
-async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(servers: Servers) -> None:
+async def test_a_frozen_verifier_is_replaced_and_releases_its_sessions_when_it_thaws(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(1)) as client:
         stream = begun(client, 5)
         tokens = await read(stream, 5)

@@ -98,7 +98,7 @@ def test_a_profile_is_taken_by_its_name_and_the_default_one_where_nothing_names_
     assert resolve().address == "other:1"
 
 
-def test_the_key_of_a_profile_goes_to_no_other_router_unless_the_call_names_the_profile(
+def test_a_profiles_key_is_sent_to_no_other_router_unless_the_call_names_the_profile(
     profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.write_text('[default]\nrouter = "usual:1"\napi_key_file = "prod.key"\n' + FILE.partition('1"')[2])
@@ -159,12 +159,12 @@ def test_a_profile_file_that_is_named_must_exist(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7070", "localhost:1", "[::1]:1", "ipv4:127.0.0.1:1,127.0.0.2:2"])
-def test_a_key_may_go_in_the_clear_to_this_machine(address: str) -> None:
+def test_a_key_may_be_sent_in_the_clear_to_this_machine(address: str) -> None:
     assert Access.of(resolve(address, api_key=KEY)).tls is None
 
 
 @pytest.mark.parametrize("address", ["router:7070", "192.0.2.1:1", "ipv4:127.0.0.1:1,192.0.2.1:2", "dns:///router:1"])
-def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_tls_is_switched_off(address: str) -> None:
+def test_a_key_is_not_sent_in_the_clear_to_another_machine_unless_tls_is_off(address: str) -> None:
     with pytest.raises(ConfigError, match="OUTRIDER_CA") as caught:
         Access.of(resolve(address, api_key=KEY))
     assert KEY not in str(caught.value)

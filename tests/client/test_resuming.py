@@ -50,7 +50,7 @@ def quickly(short_pauses: None) -> None:
     ],
     ids=str,
 )
-async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
+async def test_a_call_that_breaks_anywhere_is_continued_by_another(
     router: ScriptedRouter, error: errors.OutriderError | grpc.StatusCode | None, after: int
 ) -> None:
     router.faults = iter([Fault(after, error)])
@@ -93,7 +93,7 @@ async def test_a_resumed_call_sends_where_the_last_chunk_ended(router: ScriptedR
     ]
 
 
-async def test_a_call_that_breaks_after_every_chunk_comes_to_its_end(router: ScriptedRouter) -> None:
+async def test_a_call_that_breaks_after_every_chunk_still_finishes(router: ScriptedRouter) -> None:
     router.faults = itertools.repeat(Fault(2))
     async with outrider.AsyncClient(router.address) as client:
         chunks = await read(stream := client.stream("hello", timeout=5))
@@ -113,7 +113,7 @@ async def test_only_calls_in_a_row_that_bring_nothing_count(router: ScriptedRout
     assert tokens == [1, 2, 3, 4]
 
 
-async def test_tokens_that_come_from_the_log_come_in_one_chunk_whose_gaps_are_not_known(
+async def test_tokens_from_the_log_arrive_in_one_chunk_without_gaps(
     router: ScriptedRouter,
 ) -> None:
     router.faults = iter([Fault(2, logged=3)])
@@ -146,7 +146,7 @@ async def test_calls_that_bring_nothing_are_given_up_after_a_few(router: Scripte
     assert router.cancelled_sessions == []  # it can still be resumed by hand
 
 
-async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause(
+async def test_a_draining_router_is_no_failure_and_costs_no_backoff(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)
@@ -159,7 +159,9 @@ async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause
     assert stream.result.resumes == 2 + more
 
 
-async def test_moving_without_end_is_given_up(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generation_that_moves_endlessly_is_given_up(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_stream, "MOVE_PAUSE_S", 0.001)
     router.faults = itertools.repeat(Fault(1, errors.Moved("going down")))
     async with outrider.AsyncClient(router.address) as client:
@@ -251,7 +253,7 @@ async def test_a_request_refused_as_overloaded_is_sent_again_after_the_retry_tim
     assert all(request == router.requests[0] for request in router.requests)
 
 
-async def test_coming_back_has_its_bounds(router: ScriptedRouter) -> None:
+async def test_retries_are_bounded(router: ScriptedRouter) -> None:
     router.faults = itertools.repeat(Fault(0, errors.Overloaded("full", retry_after=0.01)))
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Overloaded):
@@ -264,7 +266,7 @@ async def test_coming_back_has_its_bounds(router: ScriptedRouter) -> None:
     assert len(router.requests) == 2 + _router.RETRIES
 
 
-def test_no_two_callers_come_back_together() -> None:
+def test_retry_times_are_jittered() -> None:
     pauses = {_router.jittered(2.0) for _ in range(100)}
     assert len(pauses) == 100
     assert all(2.0 <= pause <= 3.0 for pause in pauses)
@@ -342,7 +344,7 @@ async def test_a_task_that_is_cancelled_during_a_pause_stays_cancelled(
         assert router.cancelled_sessions == ["session-1"]
 
 
-async def test_leaving_the_loop_of_a_resumed_stream_cancels_it(router: ScriptedRouter) -> None:
+async def test_leaving_the_loop_of_a_resumed_stream_cancels_the_generation(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3)])
     async with outrider.AsyncClient(router.address) as client:
         async for chunk in client.stream("endless"):
@@ -364,7 +366,7 @@ async def test_a_generation_cancelled_by_another_client_ends_with_its_tokens_so_
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
 
 
-async def test_resume_from_the_start_gives_all_of_it(router: ScriptedRouter) -> None:
+async def test_resuming_from_the_start_gives_the_whole_answer(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         first = await client.generate("hello", timeout=5)
     async with outrider.AsyncClient(router.address) as another:
@@ -374,7 +376,7 @@ async def test_resume_from_the_start_gives_all_of_it(router: ScriptedRouter) -> 
     assert all(math.isnan(gap) for gap in again.result.gaps)
 
 
-async def test_a_resumed_stream_that_breaks_goes_on_from_where_it_was(router: ScriptedRouter) -> None:
+async def test_a_resumed_stream_that_breaks_continues_at_its_position(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3), Fault(1), Fault(1), Fault(2)])
     async with outrider.AsyncClient(router.address) as client:
         async for _ in (stream := client.stream("hello")):
@@ -430,7 +432,7 @@ async def test_a_chunk_that_does_not_continue_the_answer_is_an_error_and_never_t
         assert await asyncio.to_thread(router.broken.wait, 5)
 
 
-async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_router_gets_its_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 0.5)  # six calls have to last longer than a start
     scripted = ScriptedRouter()
     address = f"127.0.0.1:{free_port()}"
@@ -450,7 +452,7 @@ async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back(mo
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
 
 
-async def test_a_stream_goes_on_at_the_next_router_of_several() -> None:
+async def test_a_stream_continues_at_the_next_of_several_routers() -> None:
     scripted = ScriptedRouter()
     first, second = free_port(), free_port()
     router = served(scripted, f"127.0.0.1:{first}")
@@ -492,7 +494,7 @@ async def test_a_connection_that_is_cut_costs_nothing_even_before_anything_came(
     assert stream.result.resumes
 
 
-async def test_a_question_whose_router_is_lost_is_asked_again(router: ScriptedRouter) -> None:
+async def test_a_request_whose_router_is_lost_is_sent_again(router: ScriptedRouter) -> None:
     async with FaultProxy(router.address) as proxy, outrider.AsyncClient(proxy.address) as client:
         await client.models(timeout=5)
         for _ in range(20):

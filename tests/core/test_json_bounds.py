@@ -39,7 +39,7 @@ def counted(value: Any) -> JsonCounts:
 
 
 @given(documents, st.booleans())
-def test_counts_are_those_of_a_parser(document: Any, ascii_only: bool) -> None:
+def test_counts_equal_those_of_a_parser(document: Any, ascii_only: bool) -> None:
     bounds = JsonBounds()
     bounds.check("x", json.dumps(document, ensure_ascii=ascii_only))
     assert bounds.counted == counted(document)

@@ -321,14 +321,14 @@ def test_probabilities_sum_to_one_and_greedy_ones_are_one_hot() -> None:
     assert Sampler(replace(PLAIN, temperature=0.0), 4, [0], 1).probabilities(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_probabilities_are_those_at_the_node_and_finite_however_large_the_logits_are() -> None:
+def test_probabilities_follow_the_nodes_path_and_stay_finite_for_large_logits() -> None:
     logits = np.array([800.0, 799.0], np.float32)
     sampler = Sampler(replace(PLAIN, presence_penalty=1.0), 2, [0], 1)
     assert sampler.probabilities(logits) == pytest.approx([math.e / (1 + math.e), 1 / (1 + math.e)])
     assert sampler.probabilities(logits, [0]) == pytest.approx([0.5, 0.5])
 
 
-def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_needed() -> None:
+def test_top_p_prefers_lower_ids_among_equal_scores_and_keeps_all_if_needed() -> None:
     scores = np.where(np.arange(1000) % 3 == 0, -50.0, 0.0)
     alike = np.flatnonzero(scores == 0.0)
     keep_top_p(scores, 0.5)

@@ -7,7 +7,7 @@ import pytest
 from outrider.core.stats import Ema, FadingRatio
 
 
-def test_the_first_value_is_the_mean_and_later_ones_move_it_by_their_weight() -> None:
+def test_the_first_value_is_the_mean_and_later_values_move_it_by_their_weight() -> None:
     average = Ema(0.25)
     assert (average.mean, average.count) == (0.0, 0)
     for value, mean in ((8.0, 8.0), (0.0, 6.0), (6.0, 6.0)):

@@ -58,7 +58,7 @@ def test_every_role_is_deployed_once(overlay: str) -> None:
 
 
 @each_server
-def test_a_command_line_is_one_that_the_server_takes(
+def test_every_command_line_is_accepted_by_its_server(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = command(overlay, container, monkeypatch)
@@ -125,7 +125,7 @@ def test_models_are_mounted_where_they_are_read_and_the_router_knows_the_verifie
 
 
 @each_server
-def test_a_worker_has_the_threads_that_it_is_given_cpus_for(
+def test_a_cpu_worker_has_a_thread_for_each_of_its_cpus(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = command(overlay, container, monkeypatch).section

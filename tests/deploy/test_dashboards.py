@@ -103,7 +103,7 @@ def test_the_check_follows_labels_through_a_query() -> None:  # bites: of the ch
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
-def test_alerts_fire_when_they_should_and_not_before() -> None:
+def test_alerts_fire_in_time_and_not_before() -> None:
     done = subprocess.run(
         ["promtool", "test", "rules", ROOT / "tests" / "deploy" / "alerts.yaml"],
         capture_output=True,

@@ -89,7 +89,7 @@ def test_routers_and_gateways_run_without_torch(target: str, module: str) -> Non
 
 
 @pytest.mark.parametrize("module", ["verifier_svc.server", "drafter_svc.server"])
-def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
+def test_workers_run_without_torch_unless_configured(module: str) -> None:
     assert "ARG EXTRAS=serve" in stages()["worker-packages"]
     assert not [need for need in PROJECT["project"]["optional-dependencies"]["serve"] if need.startswith("torch")]
     loading = "load_engine(Path('models/drafter'), dtype='bfloat16', slots=1, threads=1)"

@@ -150,7 +150,7 @@ async def pinged(url: str) -> None:
                 return
 
 
-def test_its_rules_are_those_of_the_code() -> None:
+def test_the_start_script_has_the_acl_rules_of_the_code() -> None:
     lines = (DEPLOY / "components" / "redis" / "start.sh").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("user ")] == [
         f"user {user_name(role)} on >${{{role.upper()}_PASSWORD:?}} {rules(role)}" for role in ACL_ROLES

@@ -35,7 +35,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
     return rendered(request.param)
 
 
-def test_the_overlays_are_those_that_the_guide_describes() -> None:
+def test_the_guide_describes_every_overlay() -> None:
     assert set(OVERLAYS) == {"cpu-demo", "gpu", "kuberay", "learning", "observability"}
     assert [name for name in OVERLAYS if f"`{name}`" not in GUIDE] == []
 

@@ -77,7 +77,7 @@ def test_every_disruption_budget_keeps_a_pod_and_blocks_no_node_for_ever(overlay
             assert it["spec"]["maxUnavailable"] in (1, "50%")
 
 
-def test_deployments_start_the_new_one_first_unless_it_would_need_a_spare_gpu(overlay: str) -> None:
+def test_deployments_start_a_new_pod_first_unless_it_needs_a_spare_gpu(overlay: str) -> None:
     for pod, container in servers(overlay):
         kind, _, name = pod.owner.partition("/")
         if kind == "Deployment":
@@ -98,7 +98,7 @@ def test_prometheus_finds_the_metrics_of_every_role(overlay: str) -> None:
         assert service["metadata"]["labels"][it["spec"]["jobLabel"]] == name
 
 
-def test_alerts_and_dashboards_are_the_ones_that_we_have(overlay: str) -> None:
+def test_deployed_alerts_and_dashboards_equal_the_sources(overlay: str) -> None:
     watched = overlay in WATCHED
     rules = of_kind(rendered(overlay), "PrometheusRule").values()
     ours = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ def test_everything_public_of_the_sdk_is_in_its_reference_and_described() -> Non
     assert "ForwardRef" not in shown
 
 
-def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
+def test_the_layers_on_the_page_equal_the_checked_ones() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     shown = [re.split(r"[\s|:]+", line) for line in text.partition("```text\n")[2].partition("```")[0].splitlines()]
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"][

@@ -27,7 +27,7 @@ def engine(name: str, acceptance: float, *, drafts: bool) -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])
-def test_a_drafter_s_likeliest_token_is_the_target_s_as_often_as_the_script_has_it(acceptance: float) -> None:
+def test_a_drafters_likeliest_token_is_the_targets_at_the_scripted_rate(acceptance: float) -> None:
     target, drafter = engine("target", acceptance, drafts=False), engine("drafter", acceptance, drafts=True)
     count = target.context
     positions = np.arange(count)

@@ -133,7 +133,7 @@ def test_the_worker_answers_each_line() -> None:
     assert np.array(logits).shape == (3, VOCABULARY)
 
 
-async def test_rows_differ_by_the_chain_that_they_ask_for() -> None:
+async def test_rows_differ_by_the_length_of_their_chain() -> None:
     lines: list[dict[str, Any]] = []
 
     class Process:

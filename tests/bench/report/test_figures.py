@@ -34,7 +34,7 @@ def take(
     return Measurement(target, row, prompt, repetition, heat, steady(rate))
 
 
-def test_tokens_that_come_together_are_one_arrival() -> None:
+def test_simultaneous_tokens_are_one_arrival() -> None:
     sample = Sample((1, 2, 3, 4, 5, 6), (0.5, 0.5, 0.7, 0.7, 0.7, 1.5), steps=3)
     assert sample.gaps == pytest.approx([0.2, 0.8])
     assert sample.first_token_s == 0.5
@@ -140,7 +140,7 @@ def test_the_last_line_is_of_the_largest_target() -> None:
     )
 
 
-def test_the_best_row_is_the_one_that_leaves_the_smallest_ratio() -> None:
+def test_the_ratio_is_taken_over_the_fastest_measured_row() -> None:
     takes = [take("ours", 60.0), take("slow", 10.0), take("fast", 40.0), take("other", 90.0)]
     assert over_best(takes, "ours", ("slow", "fast", "missing")) == pytest.approx(1.5)
     assert over_best(takes, "ours", ("missing",)) is None

@@ -124,7 +124,7 @@ def test_every_setting_of_a_recipe_is_covered_by_a_tested_flag() -> None:  # bit
         assert tried == type(recipes[0]).model_fields.keys()
 
 
-def test_flags_come_before_the_recipe_whose_paths_are_relative_to_it(tmp_path: Path) -> None:
+def test_flags_override_the_recipe_whose_paths_are_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "family").mkdir()
     file = tmp_path / "recipes" / "one.toml"

@@ -66,7 +66,7 @@ def test_only_points_that_both_runs_have_are_compared() -> None:
     assert comparison_table(now, before).row_count == 1
 
 
-def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_written_figures_are_read_back_unchanged(tmp_path: Path) -> None:
     points = [point(100), point(90, speculative=False)]
     write_points(tmp_path / "figures.json", points)
     assert read_points(tmp_path / "figures.json") == points

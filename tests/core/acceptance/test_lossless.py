@@ -343,7 +343,7 @@ class Noted(JudgeOf):
         return super().choice_of(row, token)
 
 
-def test_a_walk_commits_each_token_after_the_row_that_it_follows() -> None:
+def test_a_walk_judges_each_token_at_the_row_that_it_follows() -> None:
     tree = Tree([(), (0,), (1,), (1, 2), (1, 2, 0)], [-1, 0, 0, 2, 3])
     judge = Noted(Language(3, PLAIN), tree)
     walked = accepted_walk(tree.rows, judge, [2, 3], 7)

@@ -104,7 +104,7 @@ def test_an_answer_without_calls_keeps_its_whole_text(text: str, form: str) -> N
         assert content == text
 
 
-def test_arguments_come_before_the_call_is_complete() -> None:
+def test_arguments_are_emitted_before_the_call_is_complete() -> None:
     reader = CallReader(FORMATS["hermes"], NAMES)
     assert reader.read('<tool_call>\n{"name": "time", "arg') == [CallPiece("", 0, "time")]
     assert reader.read('uments": {"zone": "a') == [CallPiece('{"zone": "a', 0)]

@@ -92,7 +92,7 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     assert grammar.text.startswith('start: call\ncall: <[7]> "\\n" function "\\n" <[8]>\n')
 
 
-def test_a_call_s_number_comes_before_its_arguments_where_the_model_has_a_token_for_it() -> None:
+def test_a_calls_number_precedes_its_arguments_where_the_model_has_a_token_for_it() -> None:
     ids = {"[TOOL_CALLS]": 5, "[CALL_ID]": 6, "[ARGS]": 7}
     grammar = calls_grammar(FORMATS["mistral11"], Tools(TOOLS, name="time"), ids.get)
     assert grammar.text.startswith("start: call\ncall: <[5]> function \nfunction: f0\n")

@@ -43,7 +43,7 @@ def test_a_row_without_a_possible_token_gives_no_edges_and_changes_no_fit() -> N
     assert (fit.compared, fit.scale.scale) == (0, ScaleFit().scale)
 
 
-def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:
+def test_the_noise_scale_grows_with_wrong_drafts_and_shrinks_with_right_ones() -> None:
     generator = np.random.default_rng(1)
     good, bad = ScaleFit(), ScaleFit()
     for position in range(300):
@@ -110,7 +110,7 @@ costs = st.lists(st.floats(1e-3, 5e-2), min_size=6, max_size=6).map(
 
 
 @given(st.lists(st.floats(1e-3, 1.0), max_size=24), st.integers(1, 8), costs)
-def test_the_budget_is_the_best_of_all(scores: list[float], sessions: int, cost: CostModel) -> None:
+def test_the_node_budget_maximizes_goodput(scores: list[float], sessions: int, cost: CostModel) -> None:
     ranked = sorted(scores, reverse=True)
     budget = choose_budget(ranked, sessions, sessions, cost)
 
@@ -168,7 +168,7 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     st.floats(5e-3, 5e-2),
 )
 @example([(0.0078, 1.0), (0.0078, 0.5), (0.0195, 0.5), (0.0195, 0.5), (0.0078, 1.0)], 0.039)
-def test_the_wait_is_the_best_of_all(pattern: list[tuple[float, float]], seconds: float) -> None:
+def test_the_wait_maximizes_the_rate_of_tokens(pattern: list[tuple[float, float]], seconds: float) -> None:
     delays, gains = [delay for delay, _ in pattern], [gain for _, gain in pattern]
     waited = replay(delays, gains, seconds)
     rates = {
@@ -194,7 +194,7 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
     assert sum(waits[100:]) <= 5
 
 
-def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
+def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
     arrivals = Arrivals(ArrivalPatterns.unknown())
     for now in range(1, HoldTrials.FIRST + 1):
         arrivals.restart(float(now), 1.0)
@@ -242,7 +242,7 @@ def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
     assert pays([taught(0.8) for _ in range(8)], 50.0, 8.0 / 0.03)
 
 
-def test_deltas_that_no_longer_come_are_no_longer_waited_for() -> None:
+def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
     patterns = ArrivalPatterns.unknown()
     arrivals = Arrivals(patterns)
     arrivals.arrived(0.0, 1.0, passing=False)

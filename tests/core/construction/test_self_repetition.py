@@ -53,11 +53,11 @@ def test_a_long_text_whose_end_alone_changes_is_not_read_again() -> None:
     assert repeats.length == 9_990
 
 
-def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
+def test_a_loop_is_repeated_up_to_the_requested_length() -> None:
     assert Repeats([7, 1, 2, 3, 1, 2, 3]).find(8) == Repeat(3, [1, 2, 3, 1, 2, 3, 1, 2])
 
 
-def test_a_repetition_that_beats_the_model_is_trusted_and_one_that_does_not_is_not() -> None:
+def test_a_repetition_is_trusted_only_if_it_beats_the_model() -> None:
     row = candidates(np.array([4.0, 1.0, 0.0, 0.0]))
     hint = Hint(1, 6)
     right, wrong = DrafterFits(), DrafterFits()

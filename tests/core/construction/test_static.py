@@ -84,7 +84,7 @@ def test_a_cost_per_level_makes_the_best_shape_shallower(rates: list[float], pri
 
 
 @pytest.mark.parametrize("level_s", [0.0, 0.002, 0.02])
-def test_the_shape_that_is_worth_most_is_the_best_of_all_by_tokens_over_time(level_s: float) -> None:
+def test_the_chosen_shape_has_the_most_tokens_per_second_of_all(level_s: float) -> None:
     """Sequoia (Chen et al., arXiv 2402.12374), section 4.3: the hardware-aware optimizer, over sizes and depths."""
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5]):
         for step in (0.0, 0.004):

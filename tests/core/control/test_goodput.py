@@ -105,7 +105,7 @@ def test_a_new_session_begins_at_the_depth_of_other_sessions() -> None:
 
 
 @given(chances, st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.floats(0.0, 0.02), st.floats(0.0, 0.1), st.floats(0, 64))
-def test_the_best_depth_is_the_fastest_of_all(
+def test_the_best_depth_is_the_fastest_of_all_depths(
     reach: list[float], step: float, first: float, level: float, hidden: float, others: float
 ) -> None:
     here = GoodputInputs(step, first, level, hidden, others)

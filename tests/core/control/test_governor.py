@@ -59,7 +59,7 @@ def test_drafting_ahead_is_tried_first_when_turns_stop_paying() -> None:
     assert plant.run(20.0).over_plain(40.0) > 1.4
 
 
-def test_turns_that_stopped_after_the_losses_of_a_trial_are_tried_first() -> None:
+def test_turns_stopped_by_the_losses_of_a_trial_are_tried_first() -> None:
     """Drafting ahead empties the budget at its first trial, and for a second after it turns lose, too."""
     trial_s = 0.0
 
@@ -146,7 +146,7 @@ def test_an_arm_with_a_small_gain_is_found_in_noise_and_survives_trials_of_other
     assert mean(plant.share_of_time(60.0, Arm(TURNS, 1)) for plant in plants) > 0.4
 
 
-def test_drafters_that_read_much_are_charged_for_it() -> None:
+def test_drafters_are_charged_for_their_prefill() -> None:
     """A second of reading in all, of which the budget allows an eighth at once."""
     plant = Plant(16, in_proportion(-0.3), seed=1, reading_s=0.06).run(60.0)
     assert plant.worst_window() > WORST - 0.01

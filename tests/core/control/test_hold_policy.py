@@ -57,7 +57,7 @@ def test_no_step_is_held_while_drafters_draft_ahead() -> None:
     assert hold(held(OverlapMode.AHEAD)) == 0.0
 
 
-def test_a_delta_that_always_comes_in_time_is_waited_for_a_quarter_longer() -> None:
+def test_a_punctual_delta_is_waited_for_a_quarter_longer_than_its_delay() -> None:
     assert hold(held()) == pytest.approx(1.25 * DELAY_S, rel=0.02)
 
 

@@ -83,7 +83,7 @@ def test_a_step_after_a_pause_does_not_make_its_time_certain() -> None:
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.2])
-def test_the_bound_holds_as_often_as_it_should(deviation: float) -> None:
+def test_the_lower_bound_holds_at_its_stated_rate(deviation: float) -> None:
     """The true time is below the lower bound in 2.5 % of all cases; at most 4 % are tolerated."""
     truth, below, draws = 0.010 + OVERHEAD_S, 0, random.Random(1)
     for _ in range(1000):

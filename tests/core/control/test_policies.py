@@ -61,7 +61,7 @@ def test_ema_keeps_a_depth_for_the_dwell() -> None:
     assert all(later - earlier >= 32 for earlier, later in pairwise(changed))
 
 
-def test_steps_that_verified_nothing_leave_the_ema_alone() -> None:
+def test_steps_without_verified_nodes_leave_the_ema_unchanged() -> None:
     gamma = AcceptanceEMA(CEILINGS)
     for _ in range(500):
         gamma.observe(StepReport(verified=0, accepted=0))

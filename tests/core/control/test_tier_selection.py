@@ -108,7 +108,7 @@ def test_sets_with_another_first_tier_are_tried_when_none_pays() -> None:
     assert tried[:3] == [{1, 2}, {0, 1, 2}, {2}]
 
 
-def test_a_rest_counts_while_a_set_is_tried() -> None:
+def test_plain_decoding_counts_while_a_set_is_tried() -> None:
     choice = TierSwitch()
     assert choice.long_rest_s(BOTH, greedy=False) == math.inf  # not asked for yet
     choice.wanted(BOTH, greedy=False)
@@ -132,7 +132,7 @@ def chain(
     return Delta(tree.root.position, tree.digest, first_id, **(terms | more))  # type: ignore[arg-type]
 
 
-def test_a_later_judgement_counts_be_it_lower_or_higher_and_an_older_one_does_not() -> None:
+def test_a_later_judgement_replaces_an_earlier_one_in_either_direction() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1))
     five = tree.root.children[5]
@@ -161,7 +161,7 @@ def test_the_larger_judgement_of_two_drafters_counts() -> None:
     assert five.edge == -0.25
 
 
-def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent_refused() -> None:
+def test_a_judgement_of_a_removed_node_is_ignored_and_of_an_unsent_one_refused() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1))
     tree.commit([5])
@@ -171,7 +171,7 @@ def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent
         tree.graft(1, chain([], 3, rescored=((7, -2.0),), version=2, root=tree))
 
 
-def test_a_node_keeps_the_drafter_that_drafted_it_and_not_the_one_that_sent_it_on() -> None:
+def test_a_node_is_credited_to_its_drafter_and_not_to_its_relay() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1), origin=9)
     tree.graft(1, chain([5], 3))
@@ -207,7 +207,7 @@ def test_hints_never_fill_a_tree_beyond_its_capacity() -> None:
     tree.check_integrity()
 
 
-def test_a_drafter_goes_on_under_its_ids_in_another_tree() -> None:
+def test_a_drafter_continues_its_ids_in_another_tree() -> None:
     tree = TokenTree([1])
     tree.ids.of(1).resume(40)
     assert not tree.graft(1, chain([5], 40)).added

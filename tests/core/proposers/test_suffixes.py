@@ -81,7 +81,7 @@ def test_an_index_that_forgot_documents_equals_one_over_the_rest(
             assert list(tree.follow(place + gone, 9)) == list(fresh.follow(place, 9))
 
 
-def test_forgetting_and_adding_may_go_on_for_ever() -> None:
+def test_documents_may_be_added_and_forgotten_without_end() -> None:
     rng = random.Random(5)
     tree, documents, gone = SuffixTrie(), [], 0
     for _ in range(300):
@@ -190,7 +190,7 @@ def test_text_without_any_order_is_hardly_trusted() -> None:
 OUTPUTS = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [2, 3, 8]]
 
 
-def test_finished_outputs_are_proposed_the_later_ones_first() -> None:
+def test_the_latest_finished_output_is_proposed_first() -> None:
     outputs = FinishedOutputs()
     assert outputs.propose([2, 3], 8, 8) == NOTHING
     for output in OUTPUTS:

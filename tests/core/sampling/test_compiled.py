@@ -155,7 +155,7 @@ def test_compiled_code_chooses_wherever_it_exists(monkeypatch: pytest.MonkeyPatc
         Sampler(contract, V, [1], 1).choose(logits)
 
 
-def test_the_best_and_the_sum_are_those_of_numpy() -> None:
+def test_the_best_tokens_and_the_log_sum_equal_those_of_numpy() -> None:
     for size in (1, 7, 600, 151_936):
         logits = rows(size, size, "model")
         tokens, scores, total = log_total(logits, min(size, 20))

@@ -33,7 +33,7 @@ def test_alternatives_beyond_the_vocabulary_are_filled_with_impossible_ones() ->
     assert entry.top_logprobs[2:] == [-np.inf, -np.inf]
 
 
-def test_ties_go_to_the_lower_id() -> None:
+def test_the_lower_id_wins_a_tie() -> None:
     (entry,) = unpack(pack(np.zeros(5, np.float32), 3, 2), 2)
     assert entry.top_ids == [0, 1]
 
@@ -43,7 +43,7 @@ def test_bytes_that_are_no_whole_entries_are_refused() -> None:
         unpack(b"123", 0)
 
 
-def test_entries_that_hold_more_than_was_asked_for_are_narrowed_to_it() -> None:
+def test_entries_are_narrowed_to_the_requested_alternatives() -> None:
     wide = pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16)
     assert narrowed(wide, 16, 3) == pack(LOGITS, 7, 3) + pack(LOGITS * 2, 9, 3)
     assert narrowed(wide, 16, 0) == pack(LOGITS, 7, 0) + pack(LOGITS * 2, 9, 0)
@@ -58,7 +58,7 @@ def test_alternatives_of_many_entries_are_read_in_one_call() -> None:
     assert logprobs.tolist() == [entry.top_logprobs for entry in entries]
 
 
-def test_entries_may_hold_no_alternatives() -> None:
+def test_an_entry_may_have_no_alternatives() -> None:
     entries = unpack(pack(LOGITS, 7, 0) + pack(LOGITS, 9, 0), 0)
     assert [entry.top_ids for entry in entries] == [[], []]
     assert entries[0].logprob - entries[1].logprob == pytest.approx(LOGITS[7] - LOGITS[9], abs=1e-5)

@@ -118,12 +118,12 @@ def test_the_digest_matches_published_vectors_and_extends_piecewise() -> None:
     assert extend(EMPTY, [0]) != EMPTY
 
 
-def test_the_noise_of_some_tokens_is_that_of_the_row() -> None:
+def test_the_noise_of_some_tokens_equals_their_part_of_the_row() -> None:
     tokens = np.array([4095, 0, 17, 17])
     np.testing.assert_array_equal(gumbel_at(3, 1, 17, tokens), gumbel_row(3, 1, 17, 4096)[tokens])
 
 
-def test_keys_of_many_positions_are_those_of_each() -> None:
+def test_keys_of_many_positions_equal_the_key_of_each() -> None:
     seeds, positions = (7, 2**64 - 1, 7), np.array([3, 1_000_000, 0])
     bases = np.array([generation_base(seed, 2) for seed in seeds], np.uint64)
     keys = noise_keys(bases, positions)
@@ -131,7 +131,7 @@ def test_keys_of_many_positions_are_those_of_each() -> None:
     assert positions.tolist() == [3, 1_000_000, 0]
 
 
-def test_bits_of_a_stretch_of_tokens_are_those_of_each() -> None:
+def test_bits_of_a_range_of_tokens_equal_the_bits_of_each() -> None:
     key = noise_key(7, 1, 1)
     assert noise_bits(key, 40, 5).tolist() == [plain_bits(7, 1, 1, token) for token in range(40, 45)]
 

@@ -33,7 +33,7 @@ def test_a_list_and_an_array_have_equal_prefix_keys_even_beyond_16_bits() -> Non
     assert len(prefix_keys([1] * 500_000, "")) == len(LENGTHS)
 
 
-def test_keys_come_through_an_announcement() -> None:
+def test_keys_survive_an_announcement() -> None:
     keys = prefix_keys(TEXT, "a")
     assert unpack_keys(pack_keys(keys)) == frozenset(keys)
     assert unpack_keys(pack_keys([])) == unpack_keys("") == frozenset()

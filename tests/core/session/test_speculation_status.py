@@ -97,7 +97,7 @@ def test_the_present_status_does_not_flicker_with_single_steps_that_no_draft_cam
     assert made.now.reason is Reason.DRAFTING
 
 
-def test_a_tally_goes_on_at_the_next_owner() -> None:
+def test_a_tally_continues_at_the_next_owner() -> None:
     first, second = tally(NO_DRAFTER=3), SpeculationTally()
     first.observe(SpeculationStatus(Reason.RESTING, "", 0, 70.0, 60.0))
     second.load(json.loads(json.dumps(first.dump())))

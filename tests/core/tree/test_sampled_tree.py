@@ -43,7 +43,7 @@ def test_the_acceptance_rule_decides_the_kind_of_tree(rule: str, kind: type[Toke
     assert tree_of(contract, PROMPT).capacity == TokenTree(PROMPT).capacity == 1024
 
 
-def test_children_come_with_the_distribution_that_they_were_drawn_from() -> None:
+def test_children_carry_the_distribution_that_they_were_drawn_from() -> None:
     tree = SampledTree(PROMPT)
     grafted = tree.graft(3, delta(tree), lambda edge: edge / 2)
     assert [node.token for node in grafted.added] == [7, 5, 8]

@@ -98,7 +98,7 @@ def test_a_late_node_that_was_committed_meanwhile_becomes_an_alias() -> None:
     assert set(paths(receiver)) == {(7,), (7, 8)}
 
 
-def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendants() -> None:
+def test_a_late_node_off_the_committed_path_is_dead_with_its_descendants() -> None:
     sender, receiver = TokenTree([1]), TokenTree([1])
     late = chain(sender, [5, 6, 7], 1)
     receiver.commit([5, 9])
@@ -113,7 +113,7 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     assert receiver.graft(1, Delta(receiver.root.position, receiver.digest, 5, (4,), (1,), (0.0,))) == ([], [])
 
 
-def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() -> None:
+def test_a_node_with_an_unknown_parent_or_beyond_the_capacity_is_reported() -> None:
     receiver = TokenTree([1], capacity=2)
     digest = receiver.digest
     assert receiver.graft(1, Delta(0, digest, 5, (3,), (9,), (0.0,))).dropped == [(1, 5)]
@@ -190,7 +190,7 @@ def test_aliases_expire_and_the_records_of_committed_nodes_stay_bounded() -> Non
 
 
 @pytest.mark.parametrize("sender", [1, 10_000])
-def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longer(sender: int) -> None:
+def test_a_late_node_may_follow_a_commit_up_to_the_alias_span_and_no_older_one(sender: int) -> None:
     for age, added in ((ALIAS_SPAN, 1), (ALIAS_SPAN + 1, 0)):
         tree = TokenTree([1])
         tree.graft(sender, chain(TokenTree([1]), [5], 1))
@@ -253,7 +253,7 @@ def test_the_error_of_drift_names_the_position() -> None:
         TokenTree([1, 2]).graft(1, Delta(1, 0, 1, (), (), ()))
 
 
-def test_a_node_has_its_depth_and_the_path_to_it_and_begins_without_a_judgement() -> None:
+def test_a_new_node_has_its_depth_and_path_and_no_judgement() -> None:
     tree = TokenTree([1, 2])
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
     assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
@@ -263,7 +263,7 @@ def test_a_node_has_its_depth_and_the_path_to_it_and_begins_without_a_judgement(
     assert tree.score(tree.root) == 1.0
 
 
-def test_a_node_is_held_until_it_or_one_above_it_is_removed_or_decided_otherwise() -> None:
+def test_a_node_is_held_until_its_path_is_removed_or_rejected() -> None:
     tree = TokenTree([1])
     high = tree.add(tree.root, 5, -1.0)
     low = tree.add(high, 6, -0.5)
@@ -298,7 +298,7 @@ def test_the_first_of_equally_scored_nodes_is_the_better() -> None:
     assert [score for score, _ in tree.best_first(depth=1, width=1)] == [pytest.approx(math.exp(-1.0))]
 
 
-def test_a_child_that_is_added_again_keeps_the_larger_edge_and_so_do_all_below_it() -> None:
+def test_a_child_added_again_keeps_its_larger_edge_as_do_its_descendants() -> None:
     tree = TokenTree([1])
     high = tree.add(tree.root, 5, -1.0)
     low = tree.add(high, 6, -0.5)
@@ -338,7 +338,7 @@ def test_below_a_node_that_the_tree_s_own_model_has_expanded_its_judgement_stand
     assert (new.edge, new.claim) == (-0.5, (4, -0.5))
 
 
-def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own_child() -> None:
+def test_a_full_tree_drops_no_leaf_for_a_node_that_is_not_better_or_its_own_child() -> None:
     tree = TokenTree([1], capacity=1)
     tree.graft(1, chain(TokenTree([1]), [5], 1, edge=-1.0))
     assert tree.graft(2, chain(TokenTree([1]), [6], 1, edge=-1.0)) == ([], [(2, 1)])
@@ -388,7 +388,7 @@ def test_an_inconsistent_tree_fails_its_integrity_check() -> None:
         broken.check_integrity()
 
 
-def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
+def test_a_forgotten_drafter_may_begin_its_ids_again() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.graft(2, chain(TokenTree([1]), [5], 1))

@@ -70,7 +70,7 @@ def shape_of(tree: TokenTree) -> Shape:
     return below(tree.root)
 
 
-def test_the_shape_is_the_best_for_the_rates_and_every_level_comes_whole() -> None:
+def test_the_shape_is_the_best_for_the_rates_and_every_level_is_sent_whole() -> None:
     rig = Rig()
     deltas = list(iter(rig.level, None))
     rates = rig.session._rates
