@@ -35,7 +35,7 @@ def test_eagle_2_sends_its_best_nodes_when_the_tree_is_complete_and_not_before()
     assert isinstance(rig.session.construction, Eagle2)
 
 
-def test_a_chain_stays_a_chain_and_a_commit_prolongs_it() -> None:
+def test_a_chain_stays_a_chain_and_grows_after_a_commit() -> None:
     rig = Rig(PLAN, seed=2, tree="chain")
     while rig.level():
         pass

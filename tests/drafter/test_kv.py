@@ -235,7 +235,7 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
         await rig.running
 
 
-async def test_a_session_takes_the_text_that_it_shares_from_one_that_is_drafted_for() -> None:
+async def test_a_session_copies_a_shared_prefix_from_a_running_session() -> None:
     rig = Rig()
     keys = [Attachment("first", "a", 1, b"", 2), Attachment("second", "a", 1, b"", 3)]
     with rig.at_work():
@@ -311,7 +311,7 @@ async def test_sessions_draft_one_after_the_other_when_memory_is_short(
     assert rig.lost == 0
 
 
-async def test_the_last_session_s_kv_goes_first_and_it_reads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_sessions_kv_is_evicted_first_and_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=14))
     rig, last = Rig(), Attachment("last", "", 2, b"", 1)
     rig.open([index % 7 for index in range(60)])

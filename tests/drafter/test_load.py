@@ -23,7 +23,7 @@ async def _no_keys() -> dict[bytes, float]:
 KEYS = TicketVerifier(_no_keys, time.time)
 
 
-def test_a_drafter_is_loaded_as_its_section_configures_it() -> None:
+def test_a_drafter_is_loaded_with_the_settings_of_its_section() -> None:
     whole = load_part(DrafterConfig(model=TARGET))
     exit_3 = load_part(DrafterConfig(model=TARGET, dtype="int8", layers=3))
     skipped = load_part(DrafterConfig(model=TARGET, dtype="int8", skip=(5, 1, 2)))

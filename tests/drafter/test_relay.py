@@ -225,7 +225,7 @@ def test_a_relay_takes_no_node_beyond_its_upstream_credit() -> None:
     assert len(paths(three.upper)) <= 5
 
 
-def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> None:
+def test_a_pass_waits_for_the_lower_tier_at_most_its_own_duration() -> None:
     three = Three(5)
     three.commit([7])  # at second 0
     assert three.relay.hold_s(0.0, 0.02) == pytest.approx(0.02)

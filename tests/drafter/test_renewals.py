@@ -82,7 +82,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
 
 
 @pytest.mark.parametrize(("what", "why"), [(Rig.lie, "malformed: tokens: "), (Rig.drift, "malformed: drifted")])
-async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
+async def test_a_session_that_fails_repeatedly_ends_with_the_reason(
     rig: Rig, what: Callable[[Rig], Awaitable[None]], why: str
 ) -> None:
     for number in range(1, MAX_RENEWALS + 1):

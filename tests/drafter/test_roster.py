@@ -110,7 +110,7 @@ async def test_a_session_beyond_the_slots_is_refused(rig: Rig) -> None:
     assert len(rig.attached) == SLOTS
 
 
-async def test_a_drafter_that_goes_down_lets_all_go_and_takes_no_more(rig: Rig) -> None:
+async def test_a_draining_drafter_detaches_all_sessions_and_takes_no_more(rig: Rig) -> None:
     await rig.attach(1)
     rig.servicer.begin_drain()
     assert rig.attached == []

@@ -129,7 +129,7 @@ def test_translated_proposals_spell_the_text_of_the_path(own: Tokenizer, start: 
     assert TARGET.decode(proposed) == text or text.endswith("\N{REPLACEMENT CHARACTER}")
 
 
-def test_tokens_behind_a_text_are_those_of_the_whole_where_it_has_a_boundary() -> None:
+def test_tokens_after_a_text_equal_those_of_the_whole_text_at_a_boundary() -> None:
     whole = TARGET.encode("def add(self, other):\n    return self").ids
     for cut in range(1, len(whole)):
         before = TARGET.decode(whole[:cut])
@@ -169,7 +169,7 @@ class Loop:
         self.translator.on_delta(key, delta, 1, False)
 
 
-def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafter_s(own: Tokenizer) -> None:
+def test_drafts_are_sent_in_the_targets_tokens_and_commits_arrive_in_the_drafters(own: Tokenizer) -> None:
     sent: list[Delta] = []
     lost: list[Attachment] = []
     translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=lost.append)
@@ -246,7 +246,7 @@ async def test_translating_32000_tokens_stalls_no_loop_and_keeps_later_updates_i
     assert sent[-1].root_position == len(text) - 1
 
 
-async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_left_alone(own: Tokenizer) -> None:
+async def test_a_session_closed_or_restarted_during_its_translation_is_left_alone(own: Tokenizer) -> None:
     translator, loop, key, _, lost = prepared(own)
     text = TARGET.encode(LONG).ids[:4000]
     translator.opened(key, a_snapshot(text))

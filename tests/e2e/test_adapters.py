@@ -152,7 +152,7 @@ async def test_a_verifier_that_is_killed_changes_nothing(made: Path, prompts: li
         assert stream.result.token_ids == expected.token_ids
 
 
-async def test_an_adapter_is_unloaded_while_it_is_in_use(adapted: Adapted, prompts: list[str]) -> None:
+async def test_an_adapter_in_use_may_be_unloaded(adapted: Adapted, prompts: list[str]) -> None:
     expected = await adapted.text("a", prompts[1], temperature=0, max_tokens=150)
     await adapted.client.load_adapter("short-lived", "a")
     stream = adapted.client.stream(prompts[1], model="short-lived", temperature=0, **TERMS | {"max_tokens": 150})

@@ -148,7 +148,7 @@ async def test_texts_deviate_from_the_targets_distribution_under_a_lossy_rule(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_names_it(small: LocalCluster) -> None:
+async def test_a_lossy_rule_is_used_only_by_name_and_named_in_the_result(small: LocalCluster) -> None:
     async with outrider.AsyncClient(small.router_address) as client:
         result = await client.generate(PROMPT, max_tokens=4, **LENIENT)
         assert (result.rule, result.lossy) == ("lenient-speculative-sampling", True)

@@ -78,7 +78,7 @@ async def test_a_drafter_uses_its_own_adapter_as_soon_as_it_is_loaded(adapted: A
     assert (await adapted.text("both", speculation="rounds")).token_ids == plain.token_ids
 
 
-async def test_sessions_without_an_adapter_are_drafted_for_beside_it(adapted: Adapted) -> None:
+async def test_sessions_with_and_without_an_adapter_are_drafted_for_together(adapted: Adapted) -> None:
     plain = await adapted.text("target", speculation="off")
     for _ in range(2):  # the same text under both, one after the other: no KV of one serves the other
         assert await adapted.accepted("both") > 0.85 * DEPTH

@@ -95,7 +95,7 @@ async def test_only_a_model_that_allows_other_keys_has_them() -> None:
     assert grammar_of({"schema": given}) == Grammar("json_schema", json.dumps(given))  # a mapping as it is
 
 
-async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
+async def test_a_pydantic_model_is_a_schema_and_its_object_is_returned(
     client: outrider.AsyncClient, prompts: list[str]
 ) -> None:
     answer = await client.generate(prompts[0], schema=Answer, seed=1, max_tokens=200)

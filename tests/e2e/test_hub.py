@@ -64,7 +64,7 @@ async def test_a_cluster_of_names_on_the_hub_answers_as_one_of_folders_does(tmp_
     assert named == await answers(written(tmp_path, str(MODELS / "target"), str(MODELS / "drafter")))
 
 
-async def test_messages_are_answered_as_the_prompt_that_the_template_makes_of_them(tmp_path: Path, cache: Path) -> None:
+async def test_messages_are_answered_like_their_rendered_prompt(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter")
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     prompt = tokenizer.encode("<|endoftext|>def add(a, b):", add_special_tokens=False).ids

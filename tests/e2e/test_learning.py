@@ -90,9 +90,7 @@ def accepted(answers: list[Generation]) -> float:
     return sum(answer.usage.accepted for answer in answers) / sum(answer.usage.steps for answer in answers)
 
 
-async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_changes(
-    tmp_path: Path, prompts: list[str]
-) -> None:
+async def test_versions_change_during_sessions_and_no_text_changes(tmp_path: Path, prompts: list[str]) -> None:
     prompts = prompts[:4]
     async with served() as cluster:
         plain = await cluster.all_of(prompts, speculation="off")
@@ -158,9 +156,7 @@ async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator
 
 @pytest.mark.long
 @pytest.mark.parametrize("kills", [0, 1])
-async def test_a_bad_drafter_gets_better_while_it_drafts_even_if_its_trainer_is_killed(
-    tmp_path: Path, kills: int
-) -> None:
+async def test_a_bad_drafter_improves_while_drafting_even_if_its_trainer_is_killed(tmp_path: Path, kills: int) -> None:
     make_tiny(tmp_path / "target", layers=1, width=32)
     make_tiny(tmp_path / "drafter", layers=1, width=32, astray=0.8)
     prompts = [" ".join(f"w{(7 * text + 3 * place) % VOCABULARY}" for place in range(8)) for text in range(4)]

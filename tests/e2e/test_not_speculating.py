@@ -194,9 +194,7 @@ async def test_a_drafter_without_a_free_slot_is_reported(cluster: LocalCluster) 
     assert "all 1 slots of this drafter are in use" in result.usage.speculation.detail
 
 
-async def test_drafting_that_costs_more_than_it_brings_rests_and_both_speeds_are_shown(
-    cluster: LocalCluster, page: str
-) -> None:
+async def test_drafting_that_does_not_pay_rests_and_both_speeds_are_shown(cluster: LocalCluster, page: str) -> None:
     """A drafter that is as slow as the target on the same cores, and wrong."""
     await cluster.scale([DrafterConfig(model=TARGET, dtype="float32", skip=(0,))])
     async with outrider.AsyncClient(cluster.router_address) as client:

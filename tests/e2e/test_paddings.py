@@ -256,7 +256,7 @@ async def test_ids_that_the_target_cannot_pick_are_not_drafted(cluster: LocalClu
         await pair(cluster, "masked", "padded", {"allowed_ids": (VOCABULARY, PADDED - 1)})
 
 
-async def test_heads_away_from_a_target_with_another_padding_draft_for_it(cluster: LocalCluster) -> None:
+async def test_remote_heads_draft_for_a_target_with_another_padding(cluster: LocalCluster) -> None:
     accepted = 0
     for terms in TERMS:
         plain, drafts = await pair(cluster, "large", "heads", terms)

@@ -96,7 +96,7 @@ async def test_remote_heads_are_accepted_as_heads_in_the_verifier_and_keep_the_t
             assert fast.accepted >= max(60, 0.9 * inside.usage.accepted)  # a busy verifier lets its heads rest
 
 
-async def test_features_count_in_the_bytes_on_the_wire_and_no_drafter_has_them_that_did_not_ask(
+async def test_features_count_as_sent_bytes_and_only_go_to_drafters_that_asked(
     cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     """Two bytes a number, 256 of them a token."""
@@ -123,7 +123,7 @@ async def test_turns_on_a_warm_prefix_are_drafted_for(
     assert answer.reports[0].rows < 10
 
 
-async def test_a_drafter_that_comes_late_for_one_that_was_killed_has_the_features_by_snapshot(
+async def test_a_replacement_of_a_killed_drafter_receives_the_features_by_snapshot(
     cluster: LocalCluster, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     prompt, session = tokenizer.encode(prompts[0]).ids, "killed"

@@ -132,7 +132,7 @@ async def test_a_call_cut_off_by_max_tokens_is_returned_incomplete(clients: Clie
         assert any(it.name == call.name and it.arguments.startswith(call.arguments) for it in whole.tool_calls)
 
 
-async def test_a_conversation_goes_on_after_the_tool_s_result(clients: Clients) -> None:
+async def test_a_conversation_continues_after_the_tools_result(clients: Clients) -> None:
     asked = clients.openai.chat.completions
     terms: Any = {"model": "target", "tools": TOOLS, "parallel_tool_calls": False, "seed": 2}
     first = (await asked.create(messages=ASKED, tool_choice="required", max_tokens=400, **terms)).choices[0].message

@@ -133,7 +133,7 @@ def worth(shape: Shape, rates: list[float]) -> float:
 
 
 @pytest.mark.parametrize("nodes", range(6))
-def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
+def test_the_best_shape_has_the_most_expected_tokens_of_all(nodes: int) -> None:
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5], [0.3, 0.29]):
         best = best_shape(rates, nodes=nodes, depth=3)
         assert size_of(best) == nodes
@@ -141,7 +141,7 @@ def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
     assert size_of(best_shape([0.5, 0.4], nodes=9, depth=3, min_product=0.3)) == 2
 
 
-def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
+def test_malformed_draws_are_refused_and_late_draws_ignored() -> None:
     rig = Rig()
     first = rig.level()
     assert first is not None

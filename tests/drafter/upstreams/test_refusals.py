@@ -33,7 +33,7 @@ def test_a_refusal_holds_until_the_session_is_served() -> None:
     assert refusals.attach_response(KEY).refused == ""
 
 
-def test_an_end_in_order_is_no_refusal() -> None:
+def test_an_orderly_end_is_no_refusal() -> None:
     refusals = Refusals()
     for reason in ("finished", "fenced", "fenced: the session is at epoch 3", UPSTREAM_ENDED):
         refusals.closed(KEY, reason)

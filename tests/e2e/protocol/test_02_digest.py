@@ -100,7 +100,7 @@ async def test_a_delta_from_a_root_with_another_digest_is_answered_with_a_snapsh
         assert (await router.step()).accepted
 
 
-async def test_a_drafter_whose_copy_disagrees_discards_it_and_subscribes_anew(drafter: str, text: Text) -> None:
+async def test_a_drafter_with_a_drifted_mirror_subscribes_again(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream, whole = peer.stream, text.whole
         before = await refused_by(peer.drafter)

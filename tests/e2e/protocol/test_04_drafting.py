@@ -164,7 +164,7 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
         assert (await described(verifier)).refused_frames == before + 3 + 1 + WAITING_SUBSCRIPTIONS
 
 
-async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_terms() -> None:
+async def test_a_snapshot_is_sent_in_ordered_parts_and_only_the_last_has_the_terms() -> None:
     tokens = [position % 4096 for position in range(2 * SNAPSHOT_TOKENS + 5)]
     subscription = subscribed(tokens)
     parts = []
@@ -184,7 +184,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 
-async def test_position_0_voids_an_incomplete_snapshot_and_parts_out_of_order_have_the_drafter_subscribe_anew(
+async def test_position_0_restarts_a_snapshot_and_a_part_out_of_order_renews_the_subscription(
     drafter: str, text: Text
 ) -> None:
     async with upstream_of(drafter) as peer:

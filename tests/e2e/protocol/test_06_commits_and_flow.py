@@ -49,7 +49,7 @@ async def test_a_commit_moves_the_root_and_keeps_the_nodes_below_its_path(verifi
         assert router.tokens == text.whole[: len(router.tokens)]
 
 
-async def test_deltas_and_commits_of_several_sessions_are_one_message_where_both_sides_take_it(
+async def test_deltas_and_commits_of_several_sessions_share_messages_if_both_sides_support_it(
     verifier: str, text: Text
 ) -> None:
     opening = {"tokens": text.prompt, "contract": text.contract, "plan": WIDE, "window": 4}
@@ -220,7 +220,7 @@ def lineage(copy: Copy, identity: int) -> Iterator[int]:
         yield identity
 
 
-async def test_plan_changes_come_in_commits_and_a_lower_version_replaces_nothing(verifier: str, text: Text) -> None:
+async def test_plan_changes_travel_in_commits_and_a_lower_version_is_ignored(verifier: str, text: Text) -> None:
     def version(number: int, **changes: int) -> types_pb2.Plan:
         return plan_to_pb(Plan(version=number, depth=4, overlap=Overlap.ALWAYS, **changes))
 

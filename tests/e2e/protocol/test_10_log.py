@@ -81,7 +81,7 @@ async def test_the_log_is_never_behind_the_tokens_that_a_client_received(
     assert chunks > 10
 
 
-async def test_the_stream_has_tokens_by_their_position_log_probabilities_beside_them_and_ends(
+async def test_the_redis_stream_has_tokens_by_position_their_log_probabilities_and_ends(
     redis: Redis, client: outrider.AsyncClient
 ) -> None:
     session = (await client.create_session()).session_id

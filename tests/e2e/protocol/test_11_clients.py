@@ -153,7 +153,9 @@ async def test_a_deadline_ends_the_generation(stub: InferenceStub) -> None:
     assert known.reason == types_pb2.FINISH_REASON_DEADLINE
 
 
-async def test_turns_go_on_and_another_past_forks(stub: InferenceStub, tokenizer: Tokenizer) -> None:
+async def test_a_turn_continues_its_session_and_a_differing_history_forks(
+    stub: InferenceStub, tokenizer: Tokenizer
+) -> None:
     started, chunks, _ = await answered(stub.Generate(request(max_tokens=20), timeout=TIMEOUT_S))
     history = tokenizer.encode("import os\n").ids + tokens_of(chunks)
     for generation, further in ((2, [5, 6]), (3, [7])):
@@ -243,7 +245,7 @@ async def test_statuses_carry_advice_and_the_error_class_in_the_trailer(stub: In
         ), end
 
 
-async def test_a_router_that_is_full_sends_when_to_come_back(stub: InferenceStub, cluster: LocalCluster) -> None:
+async def test_a_full_router_sends_a_retry_time(stub: InferenceStub, cluster: LocalCluster) -> None:
     await idle(cluster.processes["verifier-0"].address)
     calls = [stub.Generate(request(seed=number), timeout=TIMEOUT_S) for number in range(16)]
     try:

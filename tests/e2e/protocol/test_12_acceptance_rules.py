@@ -33,7 +33,7 @@ def rows(*tokens: int) -> list[pb.DrawnFrom]:
     return [pb.DrawnFrom(tokens=sorted([token, (token + 1) % 4096]), weights=[3, 7]) for token in tokens]
 
 
-async def test_the_page_s_rules_are_those_of_the_code() -> None:
+async def test_the_rules_on_the_page_equal_those_of_the_code() -> None:
     drawn = {
         ChildSampling.FREELY: "any; best by log q + g",
         ChildSampling.RANKED: "any; best by log q",

@@ -110,7 +110,7 @@ async def test_a_drafter_that_joins_when_the_tree_is_drawn_is_sent_its_best_too(
         assert (await peers.below.inbox.take("hints")).tokens
 
 
-async def test_commits_go_down_with_all_terms(drafter: str, text: Text) -> None:
+async def test_commits_are_forwarded_to_lower_tiers_with_all_terms(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()
@@ -230,7 +230,7 @@ async def test_malformed_hints_are_refused_and_counted(drafter: str, text: Text)
         assert (await peer.drafter.Describe(types_pb2.DescribeRequest())).refused_frames == before + 1
 
 
-async def test_below_hints_a_drafter_drafts_on(drafter: str, text: Text) -> None:
+async def test_a_drafter_drafts_on_below_hints(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         peer.stream.snapshot(text.whole[:LENGTH])
         await peer.stream.inbox.until(lambda: any(frame.exhausted for frame in peer.stream.inbox.of("delta", 1)))

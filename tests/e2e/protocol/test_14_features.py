@@ -94,7 +94,7 @@ async def test_the_digest_is_as_the_page_specifies(tmp_path: Path) -> None:
     assert fusion_digest(tmp_path) == digest_of(weights_digest(tmp_path), "eagle", ())
 
 
-async def test_each_token_comes_with_the_features_of_the_one_before(featured: Featured, text: Text) -> None:
+async def test_each_token_carries_the_features_of_its_predecessor(featured: Featured, text: Text) -> None:
     """In a snapshot from the second token on, and in every commit; the target's own, fused."""
     digest = fusion_digest(featured.heads)
     async with (
@@ -176,7 +176,7 @@ async def test_joined_commits_have_their_rows_joined() -> None:
 
 
 @pytest.mark.parametrize(("count", "width"), [(6000, 1024), (90, 256), (2, 256), (20_000, 4096)])
-async def test_a_snapshot_s_features_are_of_its_end_and_come_in_parts(count: int, width: int) -> None:
+async def test_a_snapshots_features_cover_its_end_and_are_sent_in_parts(count: int, width: int) -> None:
     fused = SimpleNamespace(width=width, rows=lambda start, stop: bytes(2 * width * (stop - start)))
     subscription = subscribed([7] * count, fused)
     known, rows, largest = 0, 0, 0
@@ -200,7 +200,9 @@ def malformed() -> Iterator[tuple[str, dict[str, bytes], dict[str, bytes]]]:
     yield "infinite", {"features": 7 * row + row[2:] + b"\x80\x7f"}, {"features": row + b"\x80\xff" + row[2:]}
 
 
-async def test_a_drafter_refuses_malformed_features_and_drafts_from_good_ones(featured: Featured, text: Text) -> None:
+async def test_a_drafter_refuses_malformed_features_and_drafts_from_valid_features(
+    featured: Featured, text: Text
+) -> None:
     row = bytes(2 * WIDTH)
     async with upstream_of(featured.drafter) as peer:
         stream, number = peer.stream, 1

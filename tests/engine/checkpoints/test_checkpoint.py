@@ -180,7 +180,7 @@ def loaded(folder: Path) -> tuple[Engine | None, str]:
         return None, str(error)
 
 
-def test_shards_give_the_same_logits_as_one_file(good: Path, tmp_path: Path) -> None:
+def test_shards_give_the_logits_of_one_file(good: Path, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     tokens = np.arange(20)

@@ -142,7 +142,7 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         json.dumps({}),
     ],
 )
-def test_the_error_of_a_damaged_header_quotes_nothing_of_it(header: str, tmp_path: Path) -> None:
+def test_the_error_of_a_damaged_header_quotes_none_of_its_bytes(header: str, tmp_path: Path) -> None:
     content = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or corrupt") as refused:

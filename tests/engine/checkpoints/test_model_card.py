@@ -31,7 +31,7 @@ def card(target: Path = TARGET) -> ModelCard:
     )
 
 
-def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_card_is_read_back_unchanged(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     write_card(tmp_path, card())
     assert read_card(tmp_path) == card()

@@ -55,7 +55,7 @@ def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_peft(shape: str, tmp_path: Path) -> None:
+def test_logits_with_an_adapter_equal_those_of_peft(shape: str, tmp_path: Path) -> None:
     assert_logits_of_peft(load, shape, tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_trees_see_the_adapter_too(checkpoint: Path, folders: list[Path]) -> Non
         assert np.array_equal(row, engine.forward([adapted(prompt(1, path, wanted=1), changed)])[0])
 
 
-def test_features_of_all_rows_are_those_with_the_adapter(checkpoint: Path, folders: list[Path]) -> None:
+def test_features_of_all_rows_include_the_adapter(checkpoint: Path, folders: list[Path]) -> None:
     engine = load(checkpoint, features=Features((), all_rows=True))
     text = random_tokens(engine, np.random.default_rng(5), 9)
     changed, _ = engine.load_adapter(folders[0])

@@ -147,7 +147,7 @@ def test_only_segments_with_a_draw_are_drawn_from() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
-def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: int, temperature: float) -> None:
+def test_a_verify_call_returns_the_tokens_along_the_chosen_path_alone(seed: int, temperature: float) -> None:
     engine, random = _drawing(SETS[0]), np.random.default_rng(seed)
     text, draw = random_text(engine, random, 9), Draw(seed, temperature)
     engine.forward([prompt(0, text[:-1])])

@@ -65,7 +65,7 @@ def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
     assert np.array_equal(logits[path], alone[len(history) :])
 
 
-def test_the_bytes_of_a_pass_are_those_of_codes_and_scales() -> None:
+def test_a_quantized_pass_reads_the_bytes_of_codes_and_scales() -> None:
     config = read_config(MODELS / "target")
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears = [  # outputs and inputs

@@ -57,7 +57,7 @@ def test_sanitizers_find_no_error(sanitizers: str, runtime: str, tmp_path: Path)
     assert ran.stdout.startswith("exercise: passes=")
 
 
-def test_a_million_passes_leave_nothing_behind() -> None:
+def test_a_million_passes_leak_no_memory() -> None:
     dice = np.random.default_rng(3)
     model, _, _ = make(_native, dice, KINDS[0], "", 1, ())
     segments = [segment(dice, 0)]

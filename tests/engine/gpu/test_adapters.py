@@ -141,7 +141,7 @@ def test_texts_of_several_adapters_and_without_share_passes(
         prompts = [tree.segment(slot, lengths[slot]) for slot, tree in enumerate(trees)]
 
 
-def test_adapters_come_and_go_while_recordings_stay(
+def test_adapters_are_loaded_and_dropped_while_recordings_stay(
     checkpoint: Path, folders: list[Path], references: list[CpuEngine]
 ) -> None:
     """What an adapter that was dropped left behind is overwritten, so that a pass that read it would show."""

@@ -216,6 +216,6 @@ def test_memory_for_kv_is_that_of_the_target_and_of_its_heads(small: Path, tmp_p
     assert model.weights.embedding is bounded._model.weights.embedding
 
 
-def test_heads_need_a_target_that_was_loaded_with_them(small: Path) -> None:
+def test_heads_need_a_target_that_was_loaded_with_heads(small: Path) -> None:
     with pytest.raises(ValueError, match="the target was loaded without heads"):
         DeviceEagleDrafts(DeviceEngine.load(small, device=DEVICE, dtype="float32", slots=1))

@@ -70,7 +70,7 @@ def assert_agree(both: Sequence[Engine], segments: Sequence[Segment]) -> NDArray
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_trees_behind_chunks_of_a_prompt_for_every_shape(shape: str, tmp_path: Path) -> None:
+def test_trees_behind_prompt_chunks_equal_the_cpu_engine_for_every_shape(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
     both = on_device(folder, rows=180), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=180)
     tapes = taped(both[0])
@@ -111,7 +111,7 @@ def test_sessions_of_very_different_lengths_share_a_pass(both: Both, seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_tree_grown_level_by_level_over_scattered_rows(both: Both, seed: int) -> None:
+def test_a_tree_grown_level_by_level_over_scattered_rows_equals_the_cpu_engine(both: Both, seed: int) -> None:
     random = np.random.default_rng(100 + seed)
     history = random_tokens(both[1], random, 17)
     for engine in both:
@@ -132,7 +132,7 @@ def test_a_tree_grown_level_by_level_over_scattered_rows(both: Both, seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kv_after_many_commits_and_rollbacks(both: Both, seed: int) -> None:
+def test_kv_after_many_commits_and_rollbacks_equals_the_cpu_engine(both: Both, seed: int) -> None:
     random = np.random.default_rng(300 + seed)
     text = random_tokens(both[1], random, 9)
     for engine in both:
@@ -540,6 +540,6 @@ def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
         both[0].move(0, np.array([ROWS_HELD]), np.array([0]))
 
 
-def test_generation_bases_are_those_of_the_noise() -> None:
+def test_a_draw_has_the_generation_base_of_its_seed_and_choice() -> None:
     contract = Contract(seed=9, choice=2, max_tokens=1)
     assert Sampler(contract, 8, [1], 0).draw(restricts=True) == Draw(generation_base(9, 2), 1.0)

@@ -65,7 +65,7 @@ def test_float8_products_are_close_with_more_parts_than_steps(run: Run) -> None:
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("rows", [4, 50])
-def test_weights_may_be_the_first_operand(run: Run, rows: int, splits: int) -> None:
+def test_a_weight_may_be_the_first_operand(run: Run, rows: int, splits: int) -> None:
     check(run, Case(rows, 1040, 100, biased=True, sizes=(64, 128, splits, True, 4, 3)))
 
 
@@ -85,7 +85,7 @@ def test_every_number_of_e4m3_is_exact(run: Run) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 65])
-def test_operations_of_torch_compute_it_too(rows: int, biased: bool) -> None:
+def test_torch_operations_compute_float8_products_too(rows: int, biased: bool) -> None:
     weight = cases.weights(130, 272, "cpu")
     x, bias = cases.random(rows, 272, seed=2).bfloat16(), cases.random(130, seed=4) if biased else None
     assert cases.error(linear8(x, weight, bias), x, weight, bias) <= 1.0
@@ -101,7 +101,7 @@ def test_quantizing_changes_a_weight_by_a_sixteenth_at_most(size: float, dtype: 
     torch.testing.assert_close(stored.scales, weight.float().abs().amax(1) / 448, rtol=1e-6, atol=0.0)
 
 
-def test_rows_of_zeros_and_of_numbers_next_to_zero() -> None:
+def test_rows_of_zeros_and_tiny_numbers_are_quantized() -> None:
     weight = torch.zeros(3, 32)
     weight[1] = 1e-40
     weight[2, 3] = -1e-35
@@ -113,7 +113,7 @@ def test_rows_of_zeros_and_of_numbers_next_to_zero() -> None:
     assert stored.nbytes == 3 * 32 + 3 * 4
 
 
-def test_weights_that_are_quantized_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_quantized_in_several_blocks_equal_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = cases.random(37, 64, seed=6)
     whole = quantized(weight)
     monkeypatch.setattr("outrider.engine.gpu.linears.float8.QUANTIZED_AT_ONCE", 64 * 5 + 3)

@@ -51,14 +51,16 @@ def on_torch(name: str, *arguments: Any) -> Any:
 @pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("linear", LINEARS)
-def test_rows_of_several_adapters_and_without(run: Run, linear: LinearName, dtype: str, by_address: bool) -> None:
+def test_rows_with_several_adapters_and_without_share_a_pass(
+    run: Run, linear: LinearName, dtype: str, by_address: bool
+) -> None:
     case = Case((1, 3, 1, 2, 1), (0, None, 1, 0, 2), (ALL, SOME, (7,) * 7), 12, linear, dtype, by_address=by_address)
     assert check(on_torch if by_address else run, case).tiles == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("linear", ["qkv", "down"])
-def test_inputs_that_several_programs_share(run: Run, linear: LinearName, dtype: str) -> None:
+def test_several_programs_share_the_inputs_of_a_linear(run: Run, linear: LinearName, dtype: str) -> None:
     """The last of them has fewer inputs, or none."""
     plan = AdapterPlan.of(4, adapters=4, dtype=getattr(torch, dtype))
     assert plan.splits(2100) in (8, 16)
@@ -66,7 +68,7 @@ def test_inputs_that_several_programs_share(run: Run, linear: LinearName, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiles_of_many_rows(run: Run, dtype: str) -> None:
+def test_rows_of_one_adapter_share_tiles(run: Run, dtype: str) -> None:
     """The rows of one adapter are together in tiles, though others lie between them."""
     case = Case((70, 9, 33), (0, 1, 0), (SOME, ALL), 128, "gate_up", dtype)
     assert check(run, case).tiles == {"float32": 8, "bfloat16": 3}[dtype]

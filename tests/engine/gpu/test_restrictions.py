@@ -107,7 +107,7 @@ def test_tokens_and_gaps_are_the_samplers_over_many_rows_of_all_contracts() -> N
     assert left < total / 10  # ties at a bound
 
 
-def test_candidates_are_those_of_the_sampler() -> None:
+def test_candidates_equal_those_of_the_sampler() -> None:
     random = np.random.default_rng(3)
     contracts = [contract_of(terms) for terms in CONTRACTS]
     logits = (random.standard_normal((len(contracts), VOCABULARY)) * 3).astype(np.float32)
@@ -119,7 +119,7 @@ def test_candidates_are_those_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 5, MAX_LOGPROBS])
-def test_log_probabilities_are_the_sampler_s(wanted: int) -> None:
+def test_log_probabilities_equal_the_samplers(wanted: int) -> None:
     random = np.random.default_rng(3)
     rows, contract = 40, contract_of({"logprobs": wanted, "top_k": 5})
     logits = (random.standard_normal((rows, VOCABULARY)) * 3).astype(np.float32)
@@ -256,7 +256,7 @@ def test_a_row_whose_path_is_outside_its_segment_has_no_path() -> None:
 
 
 @pytest.mark.parametrize("terms", PENALTIES)
-def test_penalties_are_left_to_the_sampler_where_an_engine_does_not_take_them(terms: dict[str, Any]) -> None:
+def test_an_engine_without_penalties_leaves_them_to_the_sampler(terms: dict[str, Any]) -> None:
     sampler = Sampler(contract_of(terms), 8, [1, 2], 2)
     assert sampler.draw(restricts=True) is None
     assert sampler.draw(restricts=False, penalizes=True) is None

@@ -68,7 +68,7 @@ def test_sessions_of_all_lengths_share_a_pass(on_device: Run, group: int, dtype:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tree_of_many_tiles(on_device: Run, seed: int) -> None:
+def test_tree_attention_computes_a_tree_of_many_tiles(on_device: Run, seed: int) -> None:
     outcome = check(on_device, Case((Branches(70, 41),), rows=48, group=2, kv_heads=2, splits=1 + seed % 2, seed=seed))
     assert outcome.tiles == 6
 
@@ -79,7 +79,7 @@ def test_a_drafters_rows_see_scattered_keys(on_device: Run) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_blocks_of_keys_that_a_row_does_not_see(on_device: Run, splits: int) -> None:
+def test_tree_attention_handles_key_blocks_that_a_row_does_not_see(on_device: Run, splits: int) -> None:
     parts = (Scattered(0, 2, 200, density=0.0), Scattered(0, 3, 180, density=0.01))
     check(on_device, Case(parts, rows=8, splits=splits))
 
@@ -98,7 +98,7 @@ def test_all_kinds_of_rows_share_a_pass(on_device: Run) -> None:
 
 @pytest.mark.parametrize("dim", [16, 24, 80, 96, 256])
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_heads_of_any_size(on_device: Run, dim: int, dtype: str) -> None:
+def test_tree_attention_takes_heads_of_any_size(on_device: Run, dim: int, dtype: str) -> None:
     check(on_device, Case((Branches(70, 5), Chain(64, 1)), rows=8, group=2, dim=dim, dtype=dtype, splits=2))
 
 
@@ -110,7 +110,9 @@ def test_tree_attention_takes_more_splits_than_keys(on_device: Run) -> None:
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("by", ["segments", "gathering"])
-def test_operations_of_torch_compute_it_too(by: Literal["segments", "gathering"], group: int, dtype: str) -> None:
+def test_torch_operations_compute_tree_attention_too(
+    by: Literal["segments", "gathering"], group: int, dtype: str
+) -> None:
     parts = (Chain(130, 1), Branches(5, 6), Scattered(64, 3, 70), Chain(1, 20), Branches(129, 1), Chain(0, 40))
     case = Case(parts, rows=80, group=group, kv_heads=2, dim=24, dtype=dtype, by=by)
     check(lambda function, *arguments: function(*arguments, "cpu"), case)
@@ -128,7 +130,7 @@ def test_a_pass_of_padding_alone_writes_nothing(on_device: Run, splits: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_and_bits_are_those_of_the_segments(seed: int) -> None:
+def test_tiles_and_mask_bits_equal_those_of_the_segments(seed: int) -> None:
     random = np.random.default_rng(seed)
     slots, tile_rows = 12, int(random.integers(1, 17))
     segments: list[Segment] = []

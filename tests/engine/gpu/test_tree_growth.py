@@ -161,7 +161,7 @@ def growth_of(base: int, *, count: int = 1, last: int = 10**6, **changes: Any) -
     return Growth(base, np.log(np.linspace(1.0, 0.2, count)), last=last, **{**given, **changes})
 
 
-def test_trees_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
+def test_trees_grow_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
     texts = [text(engines[0], count, count) for count in (9, 64, 120)]
     segments = [prompt(slot, tokens, wanted=1) for slot, tokens in enumerate(texts)]
     draws = [Draw(generation_base(slot, 0), temperature) for slot, temperature in enumerate((0.0, 1.0, 0.6))]
@@ -176,7 +176,7 @@ def test_trees_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
     assert all((level.parents[2] >= 0).sum() <= 1 for level in grown)
 
 
-def test_a_tree_goes_on_from_rows_that_another_call_has_grown(engines: list[DeviceEngine]) -> None:
+def test_a_tree_continues_from_rows_grown_by_another_call(engines: list[DeviceEngine]) -> None:
     """The frontier is of several depths, and sees rows of earlier levels; a segment beside it only reads a prompt."""
     slot, tokens = 4, text(engines[0], 40, 4)
     draw, growth = Draw(generation_base(4, 1), 0.8), growth_of(40)

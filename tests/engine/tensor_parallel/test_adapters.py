@@ -182,7 +182,7 @@ def test_every_part_of_an_adapter_is_on_one_rank(checkpoint: Path, folders: list
             assert np.array_equal(joined, update.a if split_inputs else update.b)
 
 
-def test_passes_go_on_while_an_adapter_is_sent_a_piece_with_each(
+def test_passes_continue_while_each_sends_a_piece_of_an_adapter(
     checkpoint: Path, folders: list[Path], messages: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter_transfer, "PIECE", 1000)
@@ -253,7 +253,7 @@ def dropped(messages: Sequence[tuple[list[Change], list[Segment]]]) -> list[int]
 
 
 @pytest.mark.parametrize("problem", ["foreign", "missing", "large"])
-def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
+def test_an_invalid_adapter_is_refused_and_the_group_continues(
     problem: str,
     checkpoint: Path,
     folders: list[Path],
@@ -318,7 +318,7 @@ def test_an_adapter_of_another_engine_is_refused_before_a_plan_is_sent(
         assert engine.forward([prompt(0, np.arange(3))]).shape == (3, 131)
 
 
-def test_loading_does_not_wait_for_ever_and_can_be_tried_again(
+def test_a_load_times_out_and_can_be_tried_again(
     checkpoint: Path, folders: list[Path], messages: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with leading(checkpoint, 2) as engine:
@@ -437,7 +437,7 @@ def test_a_pass_waits_only_for_the_adapters_that_it_uses() -> None:
     adapters.close()
 
 
-def test_a_pass_that_waits_for_an_adapter_learns_that_it_cannot_be_loaded() -> None:
+def test_a_pass_waiting_for_an_adapter_fails_when_it_cannot_be_loaded() -> None:
     engine = Held(MemoryError("no more"))
     adapters = inbox(engine)
     adapters.apply(piece(0, 0, last=True))
