@@ -62,7 +62,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig.executor.close()
 
 
-async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> None:
+async def test_copies_and_moves_run_in_order_before_the_pass(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
     rig.executor.prepare_slot(AcquiredSlot(3, 30, None))  # it has what it needs
@@ -82,7 +82,7 @@ async def test_queued_calls_run_at_once_when_the_caller_asks_for_it(rig: Rig) ->
     assert rig.engine.asked == [("move", 1), ("sample",)]
 
 
-async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:
+async def test_a_call_between_passes_runs_in_order(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.enqueue(lambda: rig.engine.asked.append(("later",)))
     assert await rig.executor.call(lambda: len(rig.engine.asked)) == 2

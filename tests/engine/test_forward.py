@@ -24,7 +24,7 @@ from tests.engine.small_checkpoints import (
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers_for_every_shape(
+def test_logits_equal_those_of_transformers_for_every_shape(
     shape: str, engine_class: EngineClass, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, shape)
@@ -144,7 +144,7 @@ def test_kv_after_many_commits_and_rollbacks_equals_a_fresh_prefill(pair: Pair, 
     assert_same(after, engine.forward([prompt(5, whole, wanted=2)]))
 
 
-def test_rows_that_overlap_are_all_read_before_one_is_written(small: Pair) -> None:
+def test_overlapping_rows_are_all_read_before_any_is_written(small: Pair) -> None:
     engine, _ = small
     random = np.random.default_rng(6)
     tokens = random_tokens(engine, random, 12)

@@ -174,7 +174,7 @@ def test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time(
 
 @pytest.mark.parametrize("loading", [on_cpu, on_device])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(
+def test_a_session_in_a_warm_slot_continues_from_its_rows(
     kind: Kind, loading: Loading, small: Path, tmp_path: Path
 ) -> None:
     """In the same slot, behind a part of it, and in another that was copied from: the rest is another text."""

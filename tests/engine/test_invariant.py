@@ -201,7 +201,7 @@ def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(dtype: Dtype, two_
     assert np.array_equal(together, np.concatenate(pieces))
 
 
-def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
+def test_invariant_logits_equal_those_of_transformers(bench: Bench) -> None:
     """In bfloat16 they are no further from them than torch's products of bfloat16, whose results are rounded, too."""
     expected = Reference.load(bench.folder).logits(bench.text)
     if bench.dtype == "float32":

@@ -9,7 +9,7 @@ from outrider.errors import Overloaded
 STORY = list(range(100, 140))
 
 
-def test_a_session_comes_back_to_its_own_kv_but_for_the_last_token() -> None:
+def test_a_returning_session_finds_its_kv_except_the_last_token() -> None:
     slots = KvSlots(3)
     first = slots.acquire(STORY, "a")
     assert first.cached == 0
@@ -61,7 +61,7 @@ def test_the_least_recently_used_slot_is_evicted_after_empty_ones() -> None:
     assert slots.acquire([*texts[1], 1], "a").cached == 20
 
 
-def test_running_out_is_overloaded() -> None:
+def test_a_request_without_a_free_slot_is_overloaded() -> None:
     slots = KvSlots(1)
     slots.acquire([1], "")
     with pytest.raises(Overloaded, match="all 1 slots"):

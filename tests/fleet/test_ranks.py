@@ -65,7 +65,7 @@ async def health(address: str, service: str = "outrider.v1.Verifier") -> int:
         return int(answer.status)
 
 
-async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
+async def test_two_ranks_on_their_own_ray_answer_like_one_and_recover(
     expected: list[outrider.Generation],
 ) -> None:
     lines: list[str] = []
@@ -97,7 +97,7 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
             await asyncio.sleep(0.05)
 
 
-async def test_two_ranks_serve_an_adapter_as_one_does(tmp_path: Path) -> None:
+async def test_two_ranks_serve_an_adapter_like_one(tmp_path: Path) -> None:
     """The same texts with an adapter and without one, drafted for, as those of plain decoding on one rank."""
     make_adapter(TARGET, tmp_path / "sql", deviation=0.1)
 

@@ -75,7 +75,7 @@ async def test_a_complete_answer_has_the_entries_of_a_streamed_one(
     assert whole["text"] == "".join(piece["text"] for piece in pieces)
 
 
-async def test_answers_count_in_their_tenants_share_before_they_begin(
+async def test_answers_count_for_their_tenants_share_before_they_begin(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
@@ -181,7 +181,7 @@ def made_chunk(text: str) -> Chunk:
     return Chunk(text, (), (), 0, 0)
 
 
-def test_rows_are_the_entries_that_they_stand_for() -> None:
+def test_log_probability_rows_equal_their_entries() -> None:
     entries = [
         pb.TokenLogprobs(logprob=-0.5, top_ids=[3, 4], top_logprobs=[-0.5, -1.0], text=b"a", top_texts=[b"a", b"b"]),
         pb.TokenLogprobs(logprob=-2.0),

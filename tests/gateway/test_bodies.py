@@ -90,7 +90,7 @@ async def post(gateway: GatewayProcess, body: bytes) -> httpx.Response:
         return await web.post(path, content=body, headers=headers)
 
 
-async def test_a_body_of_too_many_or_too_deep_parts_is_refused_by_name_before_it_is_parsed(redis_url: str) -> None:
+async def test_a_body_with_too_many_or_too_deep_parts_is_refused_before_it_is_parsed(redis_url: str) -> None:
     async with served(redis_url) as gateway:
         held = gateway.forget_peak()
         for name, (body, field) in REFUSED.items():

@@ -152,7 +152,7 @@ class ScriptedRouter:
         return "one"
 
 
-async def test_unknown_keys_neither_displace_accepted_ones_nor_take_their_calls(
+async def test_unknown_keys_neither_displace_accepted_keys_nor_use_up_their_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keys, "MAX_VERDICTS", 2)

@@ -64,6 +64,6 @@ async def test_a_key_that_cannot_be_one_is_refused_as_such(front: Front) -> None
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
-def test_a_router_that_no_key_may_go_to_is_a_mistake_from_the_start() -> None:
+def test_a_router_that_no_key_may_be_sent_to_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="tls=False if the way there is safe"):
         server(GatewayConfig(router="192.0.2.1:7070"))

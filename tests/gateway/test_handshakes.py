@@ -71,7 +71,7 @@ async def test_connections_in_their_handshake_count_and_end_in_ten_seconds(redis
                 assert (await web.get(f"https://{gateway.address}/health")).status_code == 200
 
 
-async def test_silent_handshakes_leave_no_trace_and_served_connections_count_beside_them(
+async def test_silent_handshakes_leave_no_trace_and_served_connections_are_counted(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_connections, "HANDSHAKE_S", 2.0)

@@ -31,7 +31,7 @@ def presented(folder: Path, port: int, name: str | None) -> str:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 
-async def test_new_connections_get_renewed_files_and_open_ones_go_on(
+async def test_new_connections_get_renewed_files_and_open_connections_continue(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path)

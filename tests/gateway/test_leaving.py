@@ -34,7 +34,7 @@ def closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_several_answers_ends_them_all(redis_url: str, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_all_of_its_answers(redis_url: str, stream: bool) -> None:
     async with fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front:
         async with httpx.AsyncClient(base_url=front.url) as web:
             asking = asyncio.create_task(_read(web, {**ASKED, "stream": stream}))

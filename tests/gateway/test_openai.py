@@ -309,7 +309,7 @@ async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) 
     assert "".join(delta.content or "" for delta in deltas) == ANSWER
 
 
-async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_context(chat_front: Front) -> None:
+async def test_a_returned_answer_continues_the_conversation_and_fills_the_context(chat_front: Front) -> None:
     asked: list[Any] = [{"role": "user", "content": "Say f."}]
     first = await chat_front.client.chat.completions.create(model="target", messages=asked, max_tokens=4)
     asked += [first.choices[0].message, {"role": "user", "content": "More."}]

@@ -42,7 +42,7 @@ def test_many_malformed_parts_give_few_errors(form: type[GenerationForm], body: 
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(129, 1), (65, 2), (2, 65)])
-def test_the_answers_of_all_prompts_together_are_bounded(prompts: int, n: int) -> None:
+def test_the_total_number_of_answers_is_bounded(prompts: int, n: int) -> None:
     with pytest.raises(ValidationError, match=f"prompt: is for {prompts * n} answers, must be at most 128"):
         Completion.model_validate(COMPLETION | {"prompt": ["x"] * prompts, "n": n})
     assert len(Completion.model_validate(COMPLETION | {"prompt": ["x"] * 64, "n": 2}).prompts) == 64

@@ -159,7 +159,7 @@ def test_a_single_token_is_checked_without_a_mask(compiler: GrammarCompiler) -> 
 
 
 @pytest.mark.parametrize("length", range(0, 12, 3))
-def test_a_token_is_asked_about_as_the_mask_has_it(compiler: GrammarCompiler, length: int) -> None:
+def test_a_single_token_check_agrees_with_the_mask(compiler: GrammarCompiler, length: int) -> None:
     """A text that has to follow is divided as the tokenizer does it, also where its first letter alone is a token."""
     grammar = Grammar("lark", 'start: "<tool_call>" /[a-z]{3}/ "</tool_call>"')
     text = ids("<tool_call>abc</tool_call>")

@@ -129,7 +129,7 @@ def test_a_poisoned_session_does_not_change_arrival_estimates(terms: dict[str, A
 
 @contracts
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_verifier_s_ngrams(ahead: bool, terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_a_verifiers_ngrams(ahead: bool, terms: dict[str, Any]) -> None:
     proposers = NgramProposers(Lookups("suffix", None), ahead=ahead)
     session = opened(scheduler(ngram_proposers=proposers), terms)
     session.propose_ngrams()
@@ -161,7 +161,7 @@ def test_a_poisoned_session_does_not_change_lookups(
 
 
 @pytest.mark.parametrize("terms", [{}, {"top_k": 2}], ids=["plain", "poison"])
-def test_mixtures_with_the_noise(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_noise_mixtures(terms: dict[str, Any]) -> None:
     lookups = Lookups("suffix", None)
     lookup = lookups.begin("", contract(terms))
 
@@ -174,7 +174,7 @@ def test_mixtures_with_the_noise(terms: dict[str, Any]) -> None:
 
 
 @contracts
-def test_heads_on_the_target(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_the_fits_of_heads(terms: dict[str, Any]) -> None:
     speculator: Any = SimpleNamespace(depth=2, unpadded_vocabulary=VOCABULARY, open_slot=lambda *_: None)
     proposer = SpeculatorProposer(speculator, lambda: None, every=False)  # type: ignore[arg-type,return-value]
     session = opened(scheduler(head_proposer=proposer), terms)
@@ -251,7 +251,7 @@ def drafts(terms: dict[str, Any]) -> tuple[DraftScheduler, Callable[[], Coroutin
 
 
 @contracts
-async def test_a_drafter_s_fits_and_how_often_its_version_agrees(terms: dict[str, Any]) -> None:
+async def test_a_poisoned_session_does_not_change_a_drafters_fits_and_agreement(terms: dict[str, Any]) -> None:
     made, commits = drafts(terms)
     await commits()
     (own,) = [member.fits for member in made.members.values()]
@@ -273,7 +273,9 @@ def test_a_drafter_that_translates_passes_on_whether_a_contract_is_representativ
     assert received[0].contract.representative  # it names no tokens any more
 
 
-async def test_a_router_s_priors_tiers_and_training_samples(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_poisoned_session_does_not_change_a_routers_priors_tiers_and_samples(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers, books = TierSwitch(), list[WarmStart]()
 
     def warm_start(*given: Any) -> WarmStart:

@@ -76,9 +76,7 @@ def raw(garbler: Garbler) -> Callable[[grpc.aio.Server], list[str]]:
     return register
 
 
-async def test_bytes_that_are_no_message_are_counted_and_the_stream_begins_anew(
-    checkpoint: Path, redis_url: str
-) -> None:
+async def test_malformed_bytes_are_counted_and_the_stream_restarts(checkpoint: Path, redis_url: str) -> None:
     behind = RawUpstream()
     garbler = Garbler(behind, garbled=2)
     async with (

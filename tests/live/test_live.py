@@ -79,7 +79,7 @@ async def shown() -> AsyncIterator[Shown]:
         yield Shown(cluster, at["router"], at["verifier"])
 
 
-async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
+async def test_the_figures_add_up_to_the_answers(shown: Shown) -> None:
     before = await shown.glance()
     result = await shown.ask()
     after = await shown.glance()
@@ -93,7 +93,7 @@ async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
     assert PROMPT not in json.dumps(after)
 
 
-async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown) -> None:
+async def test_a_generation_is_listed_while_it_runs(shown: Shown) -> None:
     asking = asyncio.create_task(shown.ask(900))
     while not (running := (await shown.glance())["generations"]):
         assert not asking.done()
@@ -306,7 +306,7 @@ async def test_top_without_a_page_prints_the_remedy() -> None:
     assert "Traceback" not in output
 
 
-async def test_watching_a_session_shows_every_step_of_it(shown: Shown) -> None:
+async def test_a_watcher_receives_every_step_of_its_session(shown: Shown) -> None:
     async with outrider.AsyncClient(shown.cluster.router_address) as client:
         session = (await client.create_session()).session_id
         steps: list[outrider.StepTree] = []

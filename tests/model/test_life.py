@@ -47,7 +47,7 @@ def test_a_long_run_finds_no_violation(life: type[Life]) -> None:
     run_state_machine_as_test(life, settings=LONG)
 
 
-def test_a_request_whose_session_redis_lost_while_it_began_is_asked_again() -> None:
+def test_a_request_whose_session_redis_lost_at_its_begin_is_sent_again() -> None:
     """Found by a run: its other call had begun it, Redis lost that, and it received the error of a lost race."""
     life = Unsteady()
     life.begin(words=1, stop=(), router=0, count=1, seed=0)

@@ -99,7 +99,7 @@ def test_code_that_matches_twice_or_not_at_all_is_refused(before: str) -> None: 
 
 
 @pytest.mark.usefixtures("product")
-def test_a_name_is_of_one_thing() -> None:  # bites: of the mutants
+def test_a_function_name_is_unambiguous() -> None:  # bites: of the mutants
     assert syntax.scope("one.trees.Tree") == syntax.scope("outrider.one.trees.Tree")
     for name in ("Tree", "trees.Tree", "raft", "Tree.prune"):
         with pytest.raises(ValueError, match="must be of one"):

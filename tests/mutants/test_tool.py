@@ -20,7 +20,7 @@ def judged(verdict: Verdict, *, file: str = "module.py") -> Judged:
     return Judged(file, "module.x_function__mutmut_1", CHANGE, verdict)
 
 
-def test_the_score_is_the_share_that_was_found_out_of_those_that_can_be() -> None:  # bites: of the judge
+def test_the_score_is_the_share_of_detectable_mutants_that_were_found() -> None:  # bites: of the judge
     verdicts = [Verdict.FOUND_OUT] * 3 + [Verdict.SURVIVED] + [Verdict.EQUIVALENT] * 6
     assert Judgement([judged(verdict) for verdict in verdicts], []).score == 0.75
 

@@ -71,7 +71,7 @@ async def keyed(redis_url: str, **options: Any) -> AsyncIterator[tuple[Rig, grpc
         yield rig, channel, bearer((await keys.add("one"))[0]), bearer((await keys.add("two"))[0])
 
 
-async def test_no_method_reads_a_message_before_it_knows_the_tenant(redis_url: str) -> None:
+async def test_no_method_reads_a_message_before_the_tenant_is_known(redis_url: str) -> None:
     async with keyed(redis_url) as (_, channel, mine, _):
         for method, request in REQUESTS.items():
             refused = Unsent(channel, f"{SERVICE}/{method}", bearer("outrider_wrong"))
@@ -146,7 +146,7 @@ async def test_a_tenants_concurrent_message_reads_are_bounded(redis_url: str, mo
         assert await second is grpc.StatusCode.OK
 
 
-async def test_a_message_is_refused_by_its_size_and_by_its_entries_while_it_is_bytes(
+async def test_a_message_with_too_many_bytes_or_entries_is_refused_before_parsing(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []

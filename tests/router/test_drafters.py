@@ -44,7 +44,7 @@ async def test_a_frozen_drafter_costs_no_time_and_is_replaced(redis_url: str, mo
         await until(lambda: not good.attached)
 
 
-async def test_drafters_are_attached_while_the_verifier_wants_them_and_released_some_time_after(
+async def test_drafters_are_attached_on_the_verifiers_demand_and_released_later(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_pump, "RELEASE_S", 0.5)

@@ -96,7 +96,7 @@ async def drained(call: Any, tokens: int) -> list[pb.GenerateResponse]:
     return events
 
 
-async def test_a_client_that_does_not_read_resumes_where_it_stopped(
+async def test_a_client_that_stopped_reading_resumes_where_it_stopped(
     redis_url: str, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)

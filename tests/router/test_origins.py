@@ -37,7 +37,7 @@ async def details(call: Any, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
 @pytest.mark.parametrize(
     ("other", "named"), OTHERS, ids=["weights", "dtype", "unknown-weights", "protocol", "no-protocol"]
 )
-async def test_a_text_never_goes_on_at_a_verifier_that_might_change_it(
+async def test_a_text_never_continues_at_a_verifier_that_might_change_it(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], named: str, moves: bool
 ) -> None:
     monkeypatch.setattr("router.sessions.generation.VERIFIER_WAIT_S", 0.5)
@@ -67,7 +67,7 @@ async def test_a_text_never_goes_on_at_a_verifier_that_might_change_it(
         assert foreign.starts == []
 
 
-async def test_a_text_of_a_version_that_kept_no_origin_does_not_go_on(redis_url: str) -> None:
+async def test_a_text_without_a_recorded_origin_is_not_continued(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig, announced(first, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))

@@ -73,7 +73,7 @@ async def outcome(call: Call) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def test_refused_calls_disturb_no_generation_and_leave_no_lease(
+async def test_refused_calls_disturb_no_generation_and_hold_no_lease(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)

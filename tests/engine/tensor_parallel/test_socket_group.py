@@ -130,7 +130,7 @@ def test_rank_0_chooses_from_all_tokens(temperature: float) -> None:
     assert choice.gap == pytest.approx(expected.gap, rel=1e-12, abs=1e-12)
 
 
-def test_pages_of_memory_are_let_go_on_all_ranks() -> None:
+def test_kv_pages_are_released_on_all_ranks() -> None:
     """A second text fits only where the first one's pages are free on every rank: each refuses a pass by itself."""
     page = 32_768  # bytes of one rank: 16 tokens, two layers, two heads of 64
     with leading(MODELS / "drafter", 2, rows=300, kv_memory=40 * page) as engine:

@@ -229,7 +229,7 @@ def test_a_model_without_a_plan_is_not_shared(tmp_path: Path) -> None:
             load_engine(folder, dtype="float32", slots=1, threads=1, group=group.group)
 
 
-def test_segments_that_go_together_are_of_about_one_size() -> None:
+def test_segments_of_one_batch_have_similar_sizes() -> None:
     def segment(slot: int, count: int, prefix: int) -> Segment:
         return prompt(slot, np.zeros(count, np.int64), prefix)
 

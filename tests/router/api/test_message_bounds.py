@@ -39,7 +39,7 @@ def test_bytes_that_do_not_parse_are_counted_too(garbage: bytes, most: int) -> N
     assert more_fields_than(most, garbage) in (False, True)
 
 
-def test_entries_count_however_many_parts_they_come_in() -> None:
+def test_entries_count_across_all_parts_of_a_message() -> None:
     part = pb.GenerateRequest(sampling=pb.Sampling(stop=[""] * 3)).SerializeToString()
     assert more_fields_than(11, part * 3)  # protobuf joins the parts to one Sampling: nine strings, in three fields
     assert not more_fields_than(12, part * 3)

@@ -147,7 +147,7 @@ async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(
         assert "".join(chunk.text for chunk in chunks) == ANSWER
 
 
-async def test_held_back_text_comes_out_at_the_end(redis_url: str) -> None:
+async def test_held_back_text_is_sent_at_the_end(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more"]))
         _, chunks, _ = await collect(call)
@@ -242,7 +242,7 @@ async def test_cancel_finishes_the_stream_and_stops_the_verifier(redis_url: str)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_client_that_goes_away_stops_the_verifier_and_leaves_the_generation_to_be_resumed(
+async def test_a_client_that_disconnects_stops_the_verifier_and_can_resume(
     redis_url: str,
 ) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
@@ -334,7 +334,7 @@ async def test_models_are_listed_while_a_verifier_serves_them(redis_url: str) ->
         ]
 
 
-async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_without_a_token_lost(
+async def test_a_redis_outage_pauses_generations_at_the_window_and_loses_no_token(
     tmp_path: Path,
 ) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
@@ -365,7 +365,9 @@ async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_withou
 
 
 @pytest.mark.parametrize("lost", ["everything", "the tail"])
-async def test_a_redis_that_comes_back_with_less_is_restored_under_a_higher_epoch(redis_url: str, lost: str) -> None:
+async def test_a_redis_that_returns_with_fewer_tokens_is_restored_under_a_higher_epoch(
+    redis_url: str, lost: str
+) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), logprobs=0))

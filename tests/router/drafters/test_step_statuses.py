@@ -42,7 +42,7 @@ async def test_the_figures_of_drafters_that_rest_reach_the_client(redis_url: str
     ("options", "detail"),
     [({"policy": "off"}, "policy = off"), ({"drafters_per_session": 0}, "drafters_per_session = 0")],
 )
-async def test_the_setting_of_the_router_that_switched_it_off_is_named(
+async def test_the_router_setting_that_disables_speculation_is_named(
     redis_url: str, options: dict[str, Any], detail: str
 ) -> None:
     found = await speculation(redis_url, FakeVerifier(SCRIPT), FakeDrafter(), **options)

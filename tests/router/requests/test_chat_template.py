@@ -161,7 +161,7 @@ async def test_a_refusal_of_a_template_is_returned_in_its_words(
         await opened(made).encode_chat(messages_of(CONVERSATIONS[-1]))
 
 
-async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
+async def test_a_template_file_precedes_named_templates_of_which_the_default_is_used(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
@@ -252,7 +252,7 @@ def conversation(*pairs: tuple[str, str], **fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(messages=messages, sampling=pb.Sampling(max_tokens=4), **fields)
 
 
-async def test_a_conversation_goes_on_as_a_whole(redis_url: str, folder: Folder) -> None:
+async def test_a_conversation_continues_with_its_whole_history(redis_url: str, folder: Folder) -> None:
     made = folder(STRICT)
     digest = MODEL.digest
     async with (

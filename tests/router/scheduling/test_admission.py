@@ -122,7 +122,7 @@ async def test_slots_are_given_in_order_of_arrival(front: Callable[..., Front]) 
     assert door.inside[-1] == "5"
 
 
-async def test_resumed_ones_go_before_interactive_ones_and_those_before_batch(front: Callable[..., Front]) -> None:
+async def test_resumed_requests_precede_interactive_ones_which_precede_batch_ones(front: Callable[..., Front]) -> None:
     door = front(1)
     door.come("first")
     await turn()
@@ -279,7 +279,7 @@ async def test_a_request_refused_by_verifiers_waits_before_all_others(front: Cal
     assert door.inside == ["1", "2", "3"]
 
 
-async def test_no_request_waits_where_no_verifier_serves_or_at_a_router_that_goes_down(
+async def test_no_request_waits_without_a_verifier_or_at_a_draining_router(
     front: Callable[..., Front],
 ) -> None:
     door = front(0)
@@ -317,7 +317,7 @@ async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
     assert buckets.wait_s("a", 9) == 0  # it never holds more
 
 
-async def test_a_tenant_over_its_rate_gets_a_time_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_tenant_over_its_rate_gets_a_retry_time(front: Callable[..., Front]) -> None:
     door = front(9, tenant_requests_per_s=1.0, tenant_tokens_per_min=60)
     door.come("1")
     await turn()
@@ -445,7 +445,7 @@ async def test_retry_times_are_neither_too_short_nor_too_long_and_are_spread(
     assert spread == [(1.0, 1.5)]
 
 
-async def test_a_request_that_waited_in_vain_gets_the_time_it_waited_or_that_its_deadline_passed(
+async def test_a_request_that_waited_in_vain_gets_its_waiting_time_or_deadline_error(
     front: Callable[..., Front],
 ) -> None:
     door = front(1, queue_s=0.05)
@@ -470,7 +470,7 @@ async def test_a_request_that_waited_in_vain_gets_the_time_it_waited_or_that_its
     assert (await problem(door, "7", claim()))[1] == 0.1  # the shortest retry time of all
 
 
-async def test_a_router_that_goes_down_refuses_with_the_advice_to_resume_at_another(
+async def test_a_draining_router_refuses_and_advises_to_resume_at_another(
     front: Callable[..., Front],
 ) -> None:
     door = front(0)
@@ -542,7 +542,9 @@ async def test_a_slot_is_not_given_up_for_a_tenant_at_its_limit(front: Callable[
     assert door.admission.has_waiter_for(claim("a"))
 
 
-async def test_a_tenant_pays_for_prompt_tokens_and_twice_for_generated_ones(front: Callable[..., Front]) -> None:
+async def test_a_tenant_is_charged_once_for_prompt_tokens_and_twice_for_generated_ones(
+    front: Callable[..., Front],
+) -> None:
     door = front(1)
     door.come("1")
     await turn()
@@ -599,7 +601,7 @@ async def test_a_retaken_slot_costs_nothing_more_and_its_residency_begins_again(
     assert door.admission.held == 0
 
 
-async def test_a_request_that_a_verifier_refused_goes_first_be_it_of_a_tenant_that_had_much(
+async def test_a_request_refused_by_a_verifier_precedes_others_even_of_a_heavy_tenant(
     front: Callable[..., Front],
 ) -> None:
     door = front(1)
@@ -704,7 +706,7 @@ def test_the_queue_position_counts_classes_tenants_and_token_counts() -> None:
     assert queue.waiting(QueueClass.BATCH, "a") == 0
 
 
-def test_a_request_that_may_not_go_is_passed_over_and_keeps_its_turn() -> None:
+def test_an_ineligible_request_is_skipped_and_keeps_its_turn() -> None:
     queue = FairQueue[str]()
     queue.push(claim("a"), "a")
     assert queue.pop(lambda one: one.tenant != "a") is None
@@ -730,7 +732,7 @@ def test_a_removed_request_leaves_the_others_in_order() -> None:
     assert not queue.has_any(lambda _: True)
 
 
-def test_a_tenant_that_comes_back_is_lifted_to_the_lowest_that_waits_or_that_was_taken_last() -> None:
+def test_a_returning_tenants_account_is_raised_to_the_lowest_waiting_or_last_served() -> None:
     queue = FairQueue[str]()
     for tenant in "ab":
         queue.push(claim(tenant), tenant)
@@ -777,7 +779,7 @@ def kept(buckets: TokenBuckets) -> set[str]:
     return {*buckets._levels}
 
 
-def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgotten(
+def test_a_refund_never_overfills_a_bucket_and_full_buckets_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_buckets, "MAX_BUCKETS", 2)

@@ -32,7 +32,7 @@ def test_a_tier_without_drafters_is_skipped() -> None:
     assert placed(worker("b", 1), worker("d", 3, 0)) == {"b": "v", "d": "v"}
 
 
-def test_no_drafter_drafts_for_one_that_cannot_judge_it() -> None:
+def test_no_drafter_drafts_for_a_tier_that_cannot_judge_its_nodes() -> None:
     assert placed(worker("a"), worker("b", 1, serves=False), worker("c", 2)) == {"a": "v", "b": "a", "c": "a"}
 
 
@@ -81,11 +81,11 @@ def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer
     assert order(held, busy) == "ha"
 
 
-def test_a_worker_that_failed_lately_comes_last_even_with_the_kv() -> None:
+def test_a_worker_that_failed_recently_is_ranked_last_even_with_the_kv() -> None:
     assert order(prospect("h", holds=True, suspected=True), prospect("a", 0.9), prospect("f", 1.0, full=True)) == "afh"
 
 
-def test_sessions_that_decide_by_themselves_even_two_drafters_out() -> None:
+def test_sessions_that_choose_by_themselves_balance_two_drafters() -> None:
     draws = [index / 100 for index in range(100)]
     for here, there in ((10, 0), (7, 3), (2, 0)):
         moved = here * sum(should_rebalance(here, there, chance) for chance in draws) / len(draws)

@@ -78,7 +78,7 @@ def test_a_long_rest_replaces_the_drafted_steps() -> None:
         assert steps.window.take(0.5) == ((6, pytest.approx(6 * STEP_S), True) if long else (0, 0.0, False))
 
 
-def test_a_rest_before_the_tiers_have_drafted_shows_nothing_of_them() -> None:
+def test_a_rest_before_the_first_draft_is_not_measured() -> None:
     steps = Steps()
     steps.take([False] * 20, resting=True)
     assert steps.window.take(0.5) == (0, 0.0, False)

@@ -177,7 +177,7 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(
     await client.aclose()
 
 
-async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_lately_last(redis_url: str) -> None:
+async def test_drafters_in_the_verifiers_zone_rank_first_and_recently_failed_ones_last(redis_url: str) -> None:
     def worker(name: str, role: Role, zone: str, sessions: int = 0) -> Worker:
         return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, sessions, 1, zone=zone)
 

@@ -60,7 +60,7 @@ async def test_a_client_that_stops_reading_is_given_up_with_its_queued_events(mo
     assert outbox.stalled
 
 
-async def test_a_router_that_goes_down_does_not_wait() -> None:
+async def test_a_draining_router_does_not_wait_for_slow_clients() -> None:
     outbox = Outbox(WINDOW)
     outbox.cut_short(Moved("this router is going down"))
     with pytest.raises(Moved):
