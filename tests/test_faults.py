@@ -180,7 +180,7 @@ async def test_a_cut_resets_both_peers_and_loses_bytes_in_flight(peer: Peer) -> 
         await closed(writer, again)
 
 
-async def test_refuse_turns_new_connections_away_and_leaves_the_open_ones(peer: Peer) -> None:
+async def test_refuse_rejects_new_connections_and_keeps_open_ones(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -331,7 +331,7 @@ async def halve(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.parametrize("trouble", [nothing, freeze, slow_down, refuse, halve])
-async def test_leaving_it_leaves_no_task_and_no_socket(
+async def test_a_closed_proxy_leaves_no_task_and_no_socket(
     peer: Peer, trouble: Callable[[FaultProxy], Awaitable[None]]
 ) -> None:
     tasks, files = asyncio.all_tasks(), len(os.listdir("/proc/self/fd"))

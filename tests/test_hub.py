@@ -74,7 +74,7 @@ def test_an_existing_path_is_not_a_hub_name(tmp_path: Path, monkeypatch: pytest.
     assert checkpoint_folder("org/name") == Path("org/name")
 
 
-def test_a_model_is_called_as_its_repository_is_unless_it_has_a_name() -> None:
+def test_a_model_without_a_name_is_named_after_its_repository() -> None:
     assert VerifierConfig(model=Path("org/name@v1")).model_name == "name"
     assert VerifierConfig(model=Path("org/name@v1"), name="other").model_name == "other"
     assert VerifierConfig(model=TARGET).model_name == "target"

@@ -14,7 +14,7 @@ from tests.skips import ALLOWED
 from tests.toothless import toothless
 
 
-def test_lanes_are_as_long_as_each_other_and_leave_nothing_out() -> None:
+def test_lanes_are_equally_long_and_cover_every_file() -> None:
     files = {f"tests/core/test_{number}.py" for number in range(20)} | {"tests/e2e/test_a.py", "tests/e2e/test_b.py"}
     seconds = {file: 1.0 + (number % 7) for number, file in enumerate(sorted(files))}
     one, other = balanced(files, seconds, 2)

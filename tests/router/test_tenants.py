@@ -93,7 +93,7 @@ async def test_no_method_is_for_callers_without_a_key(redis_url: str, method: st
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-async def test_an_expired_key_answers_as_one_that_never_was(redis_url: str, method: str) -> None:
+async def test_an_expired_key_is_answered_like_an_unknown_one(redis_url: str, method: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         expired, _ = await Keys(rig.client).add("one", valid_s=0.001)
         await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ async def test_an_expired_key_answers_as_one_that_never_was(redis_url: str, meth
         assert (code, details, trailers) == await outcome(rig, method, REQUESTS[method], bearer("outrider_never"))
 
 
-async def test_another_tenants_session_answers_as_one_that_does_not_exist(redis_url: str) -> None:
+async def test_another_tenants_session_is_answered_like_an_unknown_one(redis_url: str) -> None:
     async with two_tenants(redis_url, FakeVerifier(SCRIPT)) as (rig, mine, foreign):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4), metadata=mine))
         there, absent = started.session_id, "f" * 32
@@ -212,7 +212,7 @@ async def assert_absent(rig: Rig, name: str, metadata: Metadata) -> None:
         assert seen[0] == seen[1], method
 
 
-async def test_another_tenants_adapter_answers_as_one_that_does_not_exist(redis_url: str) -> None:
+async def test_another_tenants_adapter_is_answered_like_an_unknown_one(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     verifier.folders = {"one/sql", "two/sql", "one/own"}
     async with two_tenants(redis_url, verifier, adapter_loaders=("*",)) as (rig, mine, foreign):

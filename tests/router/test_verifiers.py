@@ -26,7 +26,7 @@ from tests.router.rig import (
 )
 
 
-async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_goes_on(redis_url: str) -> None:
+async def test_a_dead_verifiers_session_continues_at_another_one(redis_url: str) -> None:
     dying, steady = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, AsyncExitStack() as stack:
         async with announced(dying, rig.registry, MODEL.digest):

@@ -82,7 +82,7 @@ async def test_a_cancel_ends_a_queued_request_before_any_step(redis_url: str) ->
         assert len(verifier.starts) == 3  # the first one's, the other's, and that of the turn after the cancel
 
 
-async def test_a_cancel_in_the_moment_in_which_a_generation_begins_ends_it(
+async def test_a_cancel_during_the_begin_of_a_generation_ends_the_generation(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beginning, go_on = asyncio.Event(), asyncio.Event()

@@ -91,7 +91,7 @@ async def test_every_error_keeps_its_class_and_text_over_the_wire(
     assert str(back) == str(sent)
 
 
-def test_statuses_are_distinct_so_that_the_code_alone_names_a_class() -> None:
+def test_every_error_class_has_its_own_status_code() -> None:
     assert set(status.CODES) == set(ALL)
     classes = [kind for kind in ALL if kind.__base__ is errors.OutriderError]
     assert len({status.CODES[kind] for kind in classes}) == len(classes)

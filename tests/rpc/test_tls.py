@@ -182,7 +182,7 @@ async def test_a_caller_without_a_good_certificate_gets_the_reason(folders: dict
         ("ours", "client", r"another role or host; give it its own"),
     ],
 )
-async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_caller(
+async def test_a_server_with_another_identity_is_refused_by_its_caller(
     folders: dict[str, Path], whose: str, role: str, problem: str
 ) -> None:
     folder = folders[whose]
@@ -193,13 +193,13 @@ async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_call
             await greeted(address, caller, VERIFIER)
 
 
-async def test_a_server_without_tls_is_distinguished_from_one_that_is_away(folders: dict[str, Path]) -> None:
+async def test_a_server_without_tls_is_distinguished_from_a_missing_one(folders: dict[str, Path]) -> None:
     async with parts(None) as address:
         with pytest.raises(Unavailable, match="speaks no TLS"):
             await greeted(address, certificate(folders["ours"], "router"), VERIFIER)
 
 
-async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(folders: dict[str, Path]) -> None:
+async def test_clients_of_a_router_need_no_certificate_and_verify_its_host(folders: dict[str, Path]) -> None:
     client = Tls.client(folders["ours"] / "ca.pem")
     async with parts(certificate(folders["ours"], "router"), mutual=False) as address:
         await greeted(address, client)
@@ -245,7 +245,7 @@ def presented(address: str, caller: Tls) -> bytes:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
 
 
-def test_grpc_is_given_a_certificate_anew_only_when_it_is_another(tmp_path: Path) -> None:
+def test_grpc_is_given_a_certificate_again_only_when_it_changed(tmp_path: Path) -> None:
     """Given it with each connection, a server dies of a few hundred that begin at the same time."""
     make(tmp_path, days=1)
     served = server.ServedTls(certificate(tmp_path, "verifier"))
@@ -258,7 +258,7 @@ def test_grpc_is_given_a_certificate_anew_only_when_it_is_another(tmp_path: Path
     assert served.renewed() is None
 
 
-async def test_renewed_certificates_are_for_new_connections_and_running_calls_go_on(tmp_path: Path) -> None:
+async def test_renewed_certificates_serve_new_connections_and_running_calls_continue(tmp_path: Path) -> None:
     make(tmp_path)
     caller, authority = certificate(tmp_path, "router"), (tmp_path / "ca.pem").read_bytes()
     async with parts(certificate(tmp_path, "verifier")) as address:

@@ -52,7 +52,7 @@ def test_a_perfect_drafter_s_whole_tree_is_committed_and_a_useless_one_s_never()
 
 
 @pytest.mark.parametrize("agreement", [0.5, 0.8])
-def test_acceptance_lengths_are_those_of_a_chain(agreement: float) -> None:
+def test_acceptance_lengths_follow_the_formula_of_a_chain(agreement: float) -> None:
     """At most that many: the step starts when waiting for another level does not pay."""
     longest = sum(agreement**depth for depth in range(9))
     assert 0.7 * longest < run("fixed", agreement).acceptance_length <= 1.03 * longest

@@ -100,7 +100,7 @@ async def test_callers_beyond_the_connections_take_turns(client: RedisCluster) -
     assert all(created)
 
 
-async def test_scripts_survive_nodes_that_forgot_them(client: RedisCluster) -> None:
+async def test_scripts_are_loaded_again_on_nodes_that_lost_them(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     await sessions.create("s1", "tenant", "target", b"digest")
     await client.script_flush()

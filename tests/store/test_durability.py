@@ -70,7 +70,7 @@ class Writer:
         self.digest = extend(self.digest, fresh)
 
 
-async def test_a_killed_server_comes_back_with_its_log(tmp_path: Path) -> None:
+async def test_a_killed_server_restarts_with_its_log(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         writer = Writer(server.url)
         await writer.begin()
@@ -93,7 +93,7 @@ def _cut_off(data: Path, size: int) -> None:
         aof.truncate(file.stat().st_size - size)
 
 
-async def test_a_server_that_lost_its_last_writes_gets_them_back_from_the_owner(tmp_path: Path) -> None:
+async def test_writes_that_a_server_lost_are_restored_by_their_owner(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         writer = Writer(server.url)
         await writer.begin()

@@ -42,9 +42,7 @@ async def calls(client: Redis) -> dict[str, int]:
     return {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in stats.items()}
 
 
-async def test_a_generation_is_listed_by_its_end_and_appends_leave_that_alone(
-    client: Redis, sessions: Sessions
-) -> None:
+async def test_a_generation_is_listed_by_its_end_which_appends_do_not_move(client: Redis, sessions: Sessions) -> None:
     before = await now_ms(client)
     owned = await begin(sessions)
     first = await end_ms(client)
@@ -62,7 +60,7 @@ async def test_a_generation_is_listed_by_its_end_and_appends_leave_that_alone(
     assert await end_ms(client) == first
 
 
-async def test_an_entry_that_is_due_moves_to_its_records_end_or_goes_with_its_generation(
+async def test_a_due_entry_moves_to_its_records_end_or_is_removed_with_its_generation(
     client: Redis, sessions: Sessions
 ) -> None:
     owned = [await begin(sessions, name) for name in ("runs", "ended", "closed")]

@@ -41,7 +41,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-async def test_workers_are_listed_by_role_as_they_described_themselves(client: Redis) -> None:
+async def test_workers_are_listed_by_role_with_their_latest_description(client: Redis) -> None:
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s=5)
     await registry.announce(DRAFTER, ttl_s=5)
@@ -203,7 +203,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
     await client.aclose()
 
 
-async def test_a_worker_that_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
+async def test_a_worker_that_does_not_return_within_a_ttl_is_dropped(server: Server) -> None:
     client, ttl_s = connect(server.url), 2.0
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s)

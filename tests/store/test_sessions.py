@@ -243,7 +243,7 @@ async def test_an_equal_epoch_of_another_owner_is_refused(client: Redis, session
             await write
 
 
-async def test_identical_tokens_succeed_different_ones_and_gaps_are_conflicts(sessions: Sessions) -> None:
+async def test_an_append_of_identical_tokens_succeeds_and_different_tokens_or_gaps_conflict(sessions: Sessions) -> None:
     owned = await _begin(sessions)
     assert await owned.append(4, [1, 2, 3], _digest(*PROMPT, 1, 2, 3)) == 7
     assert await owned.append(4, [1, 2, 3], _digest(*PROMPT, 1, 2, 3)) == 7
@@ -273,7 +273,7 @@ async def test_an_ended_generation_takes_no_tokens_but_repetitions(sessions: Ses
     assert (record.finished, record.usage, record.lease, record.resumable) == ("stop", "usage", 0, 0)
 
 
-async def test_log_probabilities_come_back_beside_their_tokens(sessions: Sessions) -> None:
+async def test_log_probabilities_are_read_back_with_their_tokens(sessions: Sessions) -> None:
     owned = await _begin(sessions)
     await owned.append(4, [1, 2], 1, logprobs=b"aaabbb")
     await owned.append(5, [2, 3, 4], 1, logprobs=b"bbbcccddd")  # one of them is new only in part
@@ -286,7 +286,7 @@ async def test_log_probabilities_come_back_beside_their_tokens(sessions: Session
         await owned.append(8, [1, 2], 1, logprobs=b"abc")
 
 
-async def test_a_long_log_is_read_in_pages_as_it_was_at_one_moment(sessions: Sessions, client: Redis) -> None:
+async def test_a_long_log_is_read_in_pages_as_a_consistent_snapshot(sessions: Sessions, client: Redis) -> None:
     owned = await _begin(sessions)
     for position in range(4, 2500):
         await owned.append(position, [position], 1)
@@ -305,9 +305,7 @@ async def test_a_long_log_is_read_in_pages_as_it_was_at_one_moment(sessions: Ses
     assert await sessions.read("s1", 2400) == SessionLog(2400, (*range(2400, 2500), 0), b"", "length")
 
 
-async def test_a_log_that_goes_away_while_it_is_read_is_not_taken_for_a_short_one(
-    sessions: Sessions, client: Redis
-) -> None:
+async def test_a_log_deleted_while_it_is_read_is_not_taken_for_a_short_one(sessions: Sessions, client: Redis) -> None:
     await _begin(sessions)
     await client.delete("outrider:{s1}:log")
     with pytest.raises(Unavailable, match="try again"):
@@ -420,7 +418,7 @@ async def test_an_idempotency_key_is_held_by_the_first_and_by_its_request(client
         assert 50_000 < await client.pttl(key) <= 60_000
 
 
-async def test_scripts_survive_a_server_that_forgot_them(client: Redis, sessions: Sessions) -> None:
+async def test_scripts_are_loaded_again_on_a_server_that_lost_them(client: Redis, sessions: Sessions) -> None:
     owned = await _begin(sessions)
     await client.script_flush()
     assert await owned.append(4, [1], 1) == 5

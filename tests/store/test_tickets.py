@@ -39,7 +39,7 @@ async def test_a_router_whose_clock_is_ahead_cannot_list_a_key_for_ever(client: 
     assert await listed_keys(client, lambda: 1000.0) == {ONE: 1000 + KEY_LIFE_S}
 
 
-async def test_a_bounded_number_of_keys_is_read_those_that_count_longest(client: Redis) -> None:
+async def test_only_the_longest_valid_keys_are_read_up_to_a_bound(client: Redis) -> None:
     await client.zadd(KEYS, {number.to_bytes(32, "big"): number for number in range(MAX_KEYS + 2)})
     found = await listed_keys(client, time.time)
     assert len(found) == MAX_KEYS

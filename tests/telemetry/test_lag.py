@@ -61,7 +61,7 @@ async def test_many_short_callbacks_are_no_stall() -> None:
     assert lag.stalls == 0
 
 
-async def test_a_thread_that_keeps_the_interpreter_to_itself_is_one() -> None:
+async def test_a_thread_that_holds_the_interpreter_lock_causes_a_stall() -> None:
     text = json.dumps(list(range(3_000_000)))
     with pytest.raises(Failed, match="stood still"):
         async with no_stall():

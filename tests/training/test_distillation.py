@@ -50,7 +50,7 @@ def taught(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_a_drafter_comes_nearer_to_its_target(taught: Path) -> None:
+def test_a_drafter_approaches_its_target(taught: Path) -> None:
     lines = figures(taught)
     assert [line["step"] for line in lines] == [0, 40, 80, 120]
     assert lines[-1]["loss"] < lines[1]["loss"]
@@ -81,7 +81,7 @@ def test_a_trained_drafter_loads_and_describes_itself(taught: Path, target: Path
         {"objective": "text", "layers": (), **SHAPE},
     ],
 )
-def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
+def test_an_interrupted_training_ends_with_the_weights_of_an_uninterrupted_one(
     target: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     train(recipe(target, tmp_path / "whole", **changes))
@@ -122,7 +122,7 @@ def test_a_finished_training_is_finished(target: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_training_does_not_go_on_with_other_settings_or_other_texts(target: Path, tmp_path: Path) -> None:
+def test_a_training_does_not_resume_with_other_settings_or_texts(target: Path, tmp_path: Path) -> None:
     train(recipe(target, tmp_path / "out"), steps=2)
     with pytest.raises(ConfigError, match=r"begun with batch = 4, not 8; give the same again .*another --output"):
         begin(recipe(target, tmp_path / "out", batch=8, save_minutes=1))
@@ -196,7 +196,7 @@ def test_recipes_accept_every_objective() -> None:
     assert set(known) == {"text", *NAMES}
 
 
-def test_an_interrupted_command_saves_and_reports_how_to_go_on(target: Path, tmp_path: Path) -> None:
+def test_an_interrupted_command_saves_and_reports_how_to_resume(target: Path, tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     command = [
         *(sys.executable, "-m", "outrider.cli", "train", "drafter", "--target", str(target), "--text", str(PAGES)),

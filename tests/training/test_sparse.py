@@ -31,7 +31,7 @@ def test_all_leading_tokens_keep_the_divergence_and_fewer_never_increase_it() ->
         assert (agreement(*bucketed(*leading(k), DRAFTER)) <= agreement(TARGET, DRAFTER) + 1e-5).all()
 
 
-def test_the_loss_falls_where_it_is_followed() -> None:
+def test_the_sparse_loss_falls_along_its_gradient() -> None:
     logits = DRAFTER.clone().requires_grad_()
     ids, logprobs = leading(16)
     before = forward_kl(*bucketed(ids, logprobs, logits)).mean()

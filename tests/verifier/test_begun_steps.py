@@ -96,7 +96,7 @@ async def all_texts(folder: Path, *, runs_on: bool) -> tuple[list[list[int]], Ri
     return [session.tokens for session in sessions], rig
 
 
-async def test_texts_are_those_of_passes_that_the_host_begins(folder: Path) -> None:
+async def test_texts_equal_those_of_passes_that_the_host_begins(folder: Path) -> None:
     expected, theirs = await all_texts(folder, runs_on=False)
     texts, ours = await all_texts(folder, runs_on=True)
     assert texts == expected
@@ -119,7 +119,7 @@ async def test_a_session_that_opens_waits_for_one_step_at_most(folder: Path) -> 
     assert any(len(begun) == 2 for _, begun in rig.calls)
 
 
-async def test_a_session_that_can_go_on_again_waits_for_one_step_at_most(folder: Path) -> None:
+async def test_a_session_that_can_continue_waits_for_one_step_at_most(folder: Path) -> None:
     """Its router had not logged its tokens for a while."""
     rig = Rig(folder, runs_on=True)
     first, second = rig.open(0, temperature=0.0, max_tokens=200), rig.open(1, temperature=1.0, window=9)
@@ -155,7 +155,7 @@ async def test_no_pass_is_begun_when_the_next_step_may_have_nodes(folder: Path) 
     assert not any(begun for _, begun in rig.calls)
 
 
-async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) -> None:
+async def test_a_draining_verifier_begins_no_further_step(folder: Path) -> None:
     rig = Rig(folder, runs_on=True)
     session = rig.open(0, temperature=0.0, max_tokens=200)
     await rig.until(lambda: len(session.tokens) > len(TEXT) + 5)

@@ -134,7 +134,7 @@ async def subscribed(call: Any, drafter_id: str, attachment: int = 1, *, ticket_
         ("drafter", "x" * 10_000),
     ],
 )
-async def test_an_id_that_the_certificate_is_not_for_ends_the_stream(folder: Path, who: str, drafter_id: str) -> None:
+async def test_a_drafter_id_of_another_certificate_ends_the_stream(folder: Path, who: str, drafter_id: str) -> None:
     async with upstream(certificate(folder, "verifier")) as (_, address):
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async with greeted(address, certificate(folder, who), drafter_id):
@@ -144,7 +144,7 @@ async def test_an_id_that_the_certificate_is_not_for_ends_the_stream(folder: Pat
 
 
 @pytest.mark.parametrize("who", ["drafter-alice", "drafter-bob", "drafter"])
-async def test_the_id_that_a_drafter_takes_is_one_that_its_certificate_is_for(folder: Path, who: str) -> None:
+async def test_a_new_drafter_id_matches_the_drafters_certificate(folder: Path, who: str) -> None:
     tls = certificate(folder, who)
     one, two = new_drafter_id(tls.cert), new_drafter_id(tls.cert)
     assert one != two

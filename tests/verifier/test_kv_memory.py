@@ -148,7 +148,7 @@ async def test_a_prompt_that_does_not_fit_is_not_begun_and_neither_is_the_one_be
     rig.loop.stop()
 
 
-async def test_no_session_takes_rows_from_one_that_was_preempted() -> None:
+async def test_no_session_shares_rows_of_a_preempted_one() -> None:
     prompts = texts(6)
     free, rig = bounded(None, 7), bounded(0, 7)
     (expected,) = await finished(free, [begun(free, "last", prompts[-1])])

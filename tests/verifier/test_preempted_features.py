@@ -146,7 +146,7 @@ async def check(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_heads_draft_after_a_preemption_as_before_it(
+async def test_heads_draft_after_a_preemption(
     kind: Kind, target: Path, text: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taught_heads(kind, target, tmp_path, text)
@@ -227,7 +227,7 @@ class Fused:
 
 @pytest.mark.parametrize("prefix", [0, SHARED])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-async def test_features_of_a_preempted_session_stay_and_drafters_go_on_with_them(
+async def test_features_of_a_preempted_session_are_kept_for_its_drafters(
     kind: Kind, prefix: int, target: Path, text: list[int], tmp_path: Path
 ) -> None:
     """A drafter that subscribes while the session waits or reads again is sent all of them at once."""

@@ -39,7 +39,7 @@ class Reading:
         return "+".join(names)
 
 
-def test_tenants_take_turns_and_within_one_the_first_goes_first() -> None:
+def test_tenants_take_turns_and_a_tenants_first_prompt_is_read_first() -> None:
     reading = Reading()
     for name in ("a1", "a2", "b1"):
         reading.open(name, 301)

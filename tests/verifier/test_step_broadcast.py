@@ -61,7 +61,7 @@ def test_a_node_that_a_public_drafter_sent_too_is_shown_unless_its_parent_is_hid
     assert list(seen(tree, nodes).tokens) == [30]
 
 
-def test_nodes_of_a_drafter_that_has_gone_are_hidden() -> None:
+def test_nodes_of_a_disconnected_drafter_are_hidden() -> None:
     tree, nodes = drafted((OPEN, (0,), (10,)))
     tree.ids.forget(OPEN)
     assert (list(seen(tree, nodes).tokens), seen(tree, nodes).hidden) == ([], 1)

@@ -249,7 +249,7 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(lo
     assert loop.sessions == {"s": second}
 
 
-async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepScheduler) -> None:
+async def test_a_session_closed_during_a_pass_receives_no_tokens_of_it(loop: StepScheduler) -> None:
     gone, other = opened(loop, "gone"), opened(loop, "other")
     step = asyncio.create_task(loop.step())
     while not loop.progress.running:
@@ -288,7 +288,7 @@ async def test_only_a_new_drafter_triggers_another_trial(loop: StepScheduler, mo
     assert len(reconsidered) == 2
 
 
-async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(loop: StepScheduler) -> None:
+async def test_a_draining_verifier_takes_no_session_and_sends_moved_to_all(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
     loop.begin_drain(lambda: left.append(session.commits.moved))
@@ -361,7 +361,7 @@ async def test_ids_outside_the_unpadded_vocabulary_are_not_generated(loop: StepS
     padded.stop()
 
 
-async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepScheduler) -> None:
+async def test_a_session_copies_the_shared_prompt_of_a_running_session(loop: StepScheduler) -> None:
     random = np.random.default_rng(4)
     common = random.integers(1, 4000, 50).tolist()
     texts = [[*common, 7, 8, 9], [*common, 5]]

@@ -37,7 +37,7 @@ async def kinds(outgoing: UpstreamStream, count: int) -> list[str]:
     return found
 
 
-async def test_commits_go_before_control_frames_and_snapshots() -> None:
+async def test_commits_are_sent_before_control_frames_and_snapshots() -> None:
     outgoing = stream()
     outgoing.snapshot(1, lambda: parts(2))
     outgoing.queue_control(pb.DraftDown(welcome=pb.Welcome()))
@@ -45,7 +45,7 @@ async def test_commits_go_before_control_frames_and_snapshots() -> None:
     assert await kinds(outgoing, 4) == ["commit", "welcome", "snapshot", "snapshot"]
 
 
-async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_takes_it() -> None:
+async def test_commits_of_several_sessions_share_a_message_if_the_drafter_supports_it() -> None:
     outgoing = stream()
     outgoing.batches = True
     for attachment in (1, 2, 3, 4):
@@ -64,14 +64,14 @@ async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_ta
     assert await kinds(outgoing, 2) == ["commit", "snapshot"]  # one alone is a frame
 
 
-async def test_a_drafter_that_does_not_take_it_gets_each_commit_alone() -> None:
+async def test_a_drafter_without_batches_gets_each_commit_alone() -> None:
     outgoing = stream()
     for attachment in (1, 2):
         outgoing.commit(commit(attachment, 10))
     assert await kinds(outgoing, 2) == ["commit", "commit"]
 
 
-async def test_a_message_of_commits_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_of_commits_ends_at_its_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "BATCH_BYTES", 150)
     outgoing = stream()
     outgoing.batches = True
@@ -123,7 +123,7 @@ async def test_a_commit_during_a_snapshot_waits_for_its_last_part_and_others_do_
     assert await kinds(outgoing, 4) == ["commit", "snapshot", "snapshot", "commit"]
 
 
-async def test_a_drafter_that_lags_is_snapshotted_anew_as_of_when_it_reads() -> None:
+async def test_a_lagging_drafter_gets_a_new_snapshot_when_it_reads() -> None:
     outgoing = stream()
     position = 0
     while position <= ALIAS_SPAN and outgoing.commit(commit(1, position)):

@@ -93,7 +93,7 @@ async def test_malformed_tickets_and_known_keys_need_no_read_of_the_key_list() -
         assert listed.readings == [1]
 
 
-async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_reading(
+async def test_a_ticket_that_arrives_during_a_key_read_waits_for_the_next_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
@@ -111,7 +111,7 @@ async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_re
         verifier.check(ticket(), PERMIT)
 
 
-async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_away(
+async def test_a_key_is_valid_until_its_expiry_even_if_redis_lost_it_or_is_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)

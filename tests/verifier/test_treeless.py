@@ -95,7 +95,7 @@ async def test_a_session_closed_during_a_pass_leaves_no_rows_to_the_next(engine:
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_next_turn_goes_on_where_the_slot_ends(engine: Engine) -> None:
+async def test_the_next_turn_continues_where_the_slot_ends(engine: Engine) -> None:
     loop = loop_over(engine)
     running = asyncio.create_task(loop.run())
     expected = await finish(loop.open(start("whole")))

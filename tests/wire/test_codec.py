@@ -118,7 +118,7 @@ FULL = Delta(
 )
 
 
-def test_a_delta_s_message_has_every_field_of_it_and_whose_it_is() -> None:
+def test_a_deltas_message_has_every_field_and_its_attachment() -> None:
     message = drafter.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3, exhausted=True)
     assert message == pb.TreeDelta(
         attachment=2,

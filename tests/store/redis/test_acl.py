@@ -66,7 +66,7 @@ async def test_a_roles_user_has_its_rights_on_a_redis_cluster_too(tmp_path: Path
 
 
 @pytest.mark.parametrize(("role", "grant", "command"), NEEDED)
-async def test_each_command_of_a_role_is_one_that_it_needs(
+async def test_every_command_granted_to_a_role_is_needed(
     emptied: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, role: AclRole, grant: Grant, command: str
 ) -> None:
     fewer = " ".join(one for one in grant.commands.split() if one != command)
@@ -182,7 +182,7 @@ def test_roles_have_passwords_of_their_own_which_are_nowhere_to_be_read(own: Emb
             client.config_get("*")
 
 
-async def test_the_lines_are_those_of_an_acl_file(tmp_path: Path) -> None:
+async def test_the_acl_lines_form_a_valid_file(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     lines = ["user default on nopass ~* &* +@all", *(user_line(role, PASSWORD) for role in ACL_ROLES if role != "keys")]
     file.write_text("\n".join([*lines, user_line("keys")]) + "\n", encoding="utf-8")

@@ -66,7 +66,7 @@ async def test_appends_that_arrive_during_a_commit_join_the_next_one(client: Red
     assert await reads(client) - before <= 5
 
 
-async def test_appends_beside_other_writes_go_together_too(client: Redis) -> None:
+async def test_appends_beside_other_writes_are_grouped_too(client: Redis) -> None:
     sessions, owned = await begun(client)
     before = await reads(client)
     writes = [append(one, 4, 0) for one in owned[:-1]]
@@ -108,7 +108,7 @@ async def test_a_value_that_is_of_another_kind_harms_its_session_alone(client: R
     assert (await sessions.get("s4")).length == 5
 
 
-async def test_a_server_that_forgot_the_scripts_gets_them_again(client: Redis) -> None:
+async def test_scripts_are_loaded_again_on_a_server_that_lost_them(client: Redis) -> None:
     _, owned = await begun(client)
     await client.script_flush()
     assert await asyncio.gather(*(append(one, 4, 0) for one in owned)) == [5] * MANY
@@ -126,7 +126,7 @@ async def test_a_write_that_is_cancelled_before_its_turn_changes_nothing_and_dis
     assert await append(owned[7], 4, 1) == 5
 
 
-async def test_a_lost_server_is_reported_to_all_and_all_go_on_when_it_is_back(tmp_path: Path) -> None:
+async def test_a_lost_server_is_reported_to_every_writer_and_all_continue_when_it_returns(tmp_path: Path) -> None:
     with Server(tmp_path, appendfsync="always") as server:
         client = connect(server.url)
         assert isinstance(client, Redis)

@@ -26,7 +26,7 @@ def prepared(source: Path, vocabulary: Vocabulary, folder: Path, held_out: int =
     return prepare(texts, vocabulary, folder, lambda what, done: stages.append(what)), stages
 
 
-def test_ids_are_the_texts_with_a_separator_behind_each(tmp_path: Path) -> None:
+def test_token_ids_are_the_texts_each_followed_by_a_separator(tmp_path: Path) -> None:
     vocabulary = Vocabulary.read(TARGET, 0)
     corpus, _ = prepared(PAGES, vocabulary, tmp_path / "ids", held_out=20)
     assert corpus.train.dtype == np.uint16

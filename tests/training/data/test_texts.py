@@ -44,7 +44,7 @@ def test_a_single_file_is_split_by_its_end_between_lines(tmp_path: Path) -> None
     assert len(held_out.content) == pytest.approx(0.05 * len(content), abs=10)
 
 
-def test_a_pattern_chooses_files_and_hidden_ones_are_left_out(tmp_path: Path) -> None:
+def test_a_pattern_selects_files_and_skips_hidden_ones(tmp_path: Path) -> None:
     files(tmp_path / "some", 2)
     for name in ("some/code.py", "some/.hidden.txt"):
         (tmp_path / name).write_text("x", encoding="utf-8")

@@ -14,7 +14,7 @@ def number(example: TrainingSample) -> int:
     return int(example.tokens[-1])
 
 
-def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> None:
+def test_new_samples_are_trained_on_more_and_old_samples_are_not_forgotten() -> None:
     replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(2000))
     drawn = [number(each) for _ in range(200) for each in replay.batch(4)]

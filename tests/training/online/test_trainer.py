@@ -230,7 +230,7 @@ async def test_new_texts_decide_about_a_doubted_version(rig: Rig, models: Path, 
             await asyncio.sleep(0.01)
 
 
-async def test_examples_of_another_vocabulary_are_left_out(rig: Rig, examples: list[TrainingSample]) -> None:
+async def test_samples_of_another_vocabulary_are_ignored(rig: Rig, examples: list[TrainingSample]) -> None:
     wrong = replace(examples[0], ids=np.full_like(examples[0].ids, VOCABULARY))
     await rig.stream.add([wrong] * 20)
     async with rig.training() as trainer:

@@ -124,6 +124,6 @@ def test_weights_that_are_broken_or_have_other_tokens_are_refused(target: Path, 
         ({"on_policy": 0.5, "continuation": 32}, r"below the window \(32\)"),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(target: Path, changes: dict[str, Any], problem: str) -> None:
+def test_incompatible_settings_are_named(target: Path, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         recipe(target, Path("out"), **changes)

@@ -110,7 +110,7 @@ def test_nodes_and_windows_together_keep_to_the_steps_limit(most: int) -> None:
     assert step.tokens - len(sessions) <= most
 
 
-def test_no_session_looks_ahead_without_a_use_for_it() -> None:
+def test_no_session_looks_ahead_when_guesses_are_useless() -> None:
     drafting = NgramProposers(ahead=True)
     ending = session_of(drafting)
     ending.end = len(ending.tokens) + 1
@@ -159,7 +159,7 @@ def test_a_token_that_a_drafter_proposed_too_is_not_credited_to_the_window() -> 
         assert own.trial_gate.gain == gain
 
 
-def test_own_drafts_are_made_anew_and_drafters_nodes_stay() -> None:
+def test_ngram_drafts_are_replaced_and_drafters_nodes_stay() -> None:
     session = session_of(NgramProposers(ahead=True))
     tree = session.tree
     assert tree.root.children[2].children[3].children  # 1 2 3 goes round
