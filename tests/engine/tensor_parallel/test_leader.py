@@ -94,7 +94,7 @@ class TestTheReferenceTarget:
         for ours, expected in zip(*map(steps, pair), strict=True):
             assert_same(ours, expected)
 
-    def test_costs_are_measured_over_all_ranks(self, pair: tuple[Engine, Engine]) -> None:
+    def test_pass_costs_are_measured_over_all_ranks(self, pair: tuple[Engine, Engine]) -> None:
         assert [count for count, seconds in pair[0].measure_costs((2, 8), 64, 2) if seconds > 0] == [2, 8]
 
 
