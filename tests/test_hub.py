@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from outrider.config import VerifierConfig
 from outrider.errors import CheckpointError
 from outrider.hub import HubName, checkpoint_folder, hub_name
-from tests.hubs import Hub, cached, serving_hub
+from tests.fake_hub import Hub, cached, serving_hub
 
 TARGET = Path(__file__).parents[1] / "models" / "target"
 

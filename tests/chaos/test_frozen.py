@@ -19,10 +19,10 @@ from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2, types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.chaos.blows import Blow, scenario
+from tests.chaos.faults import ServerFault, scenario
+from tests.chaos.injector import FaultInjector
 from tests.chaos.load import Load, cases
 from tests.chaos.servers import Server, Servers, Shape
-from tests.chaos.striking import Striker
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
@@ -194,14 +194,16 @@ BLACK_HOLES = [
 
 @pytest.mark.parametrize("links", BLACK_HOLES)
 async def test_a_black_hole_costs_time_and_no_token(servers: Servers, links: tuple[str, ...]) -> None:
-    blows = {blow.link: blow for blow in scenario("black-hole", 1, 1)}
-    struck = [Blow("black-hole", blows[link].role, "busiest", after=20, lasts_s=LASTS_S, link=link) for link in links]
+    faults = {fault.link: fault for fault in scenario("black-hole", 1, 1)}
+    injected = [
+        ServerFault("black-hole", faults[link].role, "busiest", after=20, lasts_s=LASTS_S, link=link) for link in links
+    ]
     async with Load(servers, cases(SESSIONS, 192), seed=2) as load:
         await load.undisturbed()
         load.begin()
         await load.more(50, 10.0)
-        striker = Striker(servers, load, print)
-        await striker.run(struck, within_s=120.0)
+        injector = FaultInjector(servers, load, print)
+        await injector.run(injected, within_s=120.0)
         await load.end()
     assert not load.tally.wrong, load.tally
-    assert all(done.worst < SILENCE_S + SLACK_S and not done.stranded for done in striker.done)
+    assert all(done.worst < SILENCE_S + SLACK_S and not done.stranded for done in injector.done)

@@ -24,7 +24,7 @@ from outrider.engine.gpu import DeviceEngine
 from outrider.engine.growth import GrownLevel
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)

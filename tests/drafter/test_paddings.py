@@ -25,7 +25,7 @@ from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.candidates import row_candidates
 from outrider.engine.interface.logits import BestTokens, HostLogits, LogitsRow, logits_rows
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import taped
 from tests.engine.small_checkpoints import pad_vocabulary
 

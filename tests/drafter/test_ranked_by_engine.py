@@ -18,7 +18,7 @@ from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import HostLogits, Logits, logits_rows
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.gpu.taped import taped
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)

@@ -18,7 +18,7 @@ from outrider.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, U
 from outrider.fleet.cluster import LocalCluster
 from router.server import run
 from tests.e2e.leaks import forgetful, nothing_left, resident
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.hostile.rig import resident_bytes, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

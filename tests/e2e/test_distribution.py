@@ -20,7 +20,7 @@ from outrider.errors import InvalidRequest
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import Answer, decode, trust
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 PROMPT = [3, 1, 4]
 TOKENS = 100  # of a text

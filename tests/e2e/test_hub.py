@@ -15,7 +15,7 @@ from outrider.client._wire import Options
 from outrider.config import load_cluster
 from outrider.errors import ConfigError
 from outrider.fleet.cluster import LocalCluster
-from tests.hubs import cached
+from tests.fake_hub import cached
 
 MODELS = Path(__file__).parents[2] / "models"
 FILE = """

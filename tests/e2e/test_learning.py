@@ -23,7 +23,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.store.redis.client import connect
 from outrider.store.versions import Version, Versions
 from tests.e2e.conftest import MODELS
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

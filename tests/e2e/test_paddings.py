@@ -25,7 +25,7 @@ from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import SPECULATE, Answer, decode, detach, trust
 from tests.e2e.test_distribution import RARELY, SEED, law
 from tests.e2e.test_tiers import attach_below
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.small_checkpoints import pad_vocabulary
 from tests.engine.taught import greedy, taught_heads
 

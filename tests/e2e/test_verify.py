@@ -18,7 +18,7 @@ from outrider.client._wire import Options
 from outrider.errors import TokenizerMismatch
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -16,7 +16,7 @@ from outrider.errors import Conflict, Unavailable
 from outrider.store.redis.client import connect
 from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, SessionTurn
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 
 TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), answer_position=4, deadline=None)
 PIECE = 512  # tokens

@@ -22,7 +22,7 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.training.data.vocabulary import make_tokenizer
 from outrider.training.objectives import NAMES
 from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 from tests.training.family import PAGES, SHAPE, begin, recipe, train
 
 

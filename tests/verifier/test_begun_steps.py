@@ -16,7 +16,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler

@@ -25,7 +25,7 @@ from outrider.engine.interface.engine import Traits
 from outrider.engine.interface.logits import HostLogits, Logits
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import ConfigError
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.gpu.taped import taped
 from verifier_svc.batch import SessionWork, StepBatch, make_noise
 from verifier_svc.commit_queue import StepCommit

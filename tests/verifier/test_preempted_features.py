@@ -23,7 +23,7 @@ from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
 from outrider.engine.interface.engine import SCRATCH, Engine
-from tests.e2e.tiny import CONTEXT, make_tiny
+from tests.e2e.tiny_models import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads
 from tests.verifier.proposers.test_head_drafts import PLAN, TEXT, Always, Cluster, commits_of

@@ -16,7 +16,7 @@ from outrider.cli.performance.aiperf import FILE
 from outrider.cli.performance.points import LoadPoint, write_points
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 
 def prompts(folder: Path, content: str = '{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n') -> str:

@@ -15,7 +15,7 @@ from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, hello_to, start_of, subscribed
-from tests.e2e.protocol.talk import WITHIN_S, new_name
+from tests.e2e.protocol.stream_probe import WITHIN_S, new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -19,7 +19,7 @@ from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting, hello_to
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 from tests.e2e.protocol.upstreams import Copy, Stream, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -28,7 +28,7 @@ from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SIGNERS, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to
-from tests.e2e.protocol.talk import End, Inbox, end_of
+from tests.e2e.protocol.stream_probe import End, Inbox, end_of
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession

@@ -16,7 +16,7 @@ from router.sessions.verifier_link import HEARTBEATS_PER_LEASE
 from tests.e2e.mini_router import attach, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, drafting
-from tests.e2e.protocol.talk import Inbox
+from tests.e2e.protocol.stream_probe import Inbox
 from tests.e2e.protocol.upstreams import upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -19,7 +19,7 @@ from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, start_of
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

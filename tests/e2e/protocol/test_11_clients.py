@@ -19,7 +19,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.peers import idle
-from tests.e2e.protocol.talk import End, end_of
+from tests.e2e.protocol.stream_probe import End, end_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -31,7 +31,7 @@ from tests.e2e.mini_router import trust
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
 from tests.e2e.protocol.peers import decoding, drafting, subscribed
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from tests.engine.taught import features_of, random_heads
 

@@ -22,8 +22,8 @@ from outrider.engine.checkpoints.padding import (
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
-from tests.disks import small_disk
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
+from tests.full_disk import small_disk
 
 TOKENS = np.random.default_rng(1).integers(0, 50, 90)
 

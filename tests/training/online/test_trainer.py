@@ -28,8 +28,8 @@ from outrider.training.online import trainer
 from outrider.training.online.model import OnlineModel
 from outrider.training.online.replay import PASSES
 from outrider.training.online.trainer import OnlineTrainingConfig, Trainer
-from tests.disks import small_disk
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
+from tests.full_disk import small_disk
 from tests.store.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from outrider.errors import CheckpointError
 from outrider.training.saving.atomic_save import recover, replaced
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 
 
 def save(folder: Path, text: str) -> None:

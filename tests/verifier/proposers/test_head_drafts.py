@@ -29,7 +29,7 @@ from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
-from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+from tests.e2e.tiny_models import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
 from tests.engine.taught import random_heads, target_with_heads, taught_heads

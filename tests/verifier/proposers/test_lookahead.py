@@ -21,7 +21,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.conftest import EngineClass, OnTorch
 from verifier_svc.batch import StepBatch
 from verifier_svc.commit_queue import StepCommit
