@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 import re
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 import outrider
-from docs.hooks import commands, configuration, sdk
+from docs.hooks import commands, configuration, redis_keys, sdk
 from docs.hooks.references import GENERATED, page, written
 from outrider import config
 from outrider.config import Section
 from outrider.simulation import deployment
+from outrider.store.redis.acl import GRANTS, KEYS
 from outrider.training import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,12 @@ def test_every_key_is_in_the_reference_and_described(heading: str, section: type
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_page_that_is_made_of_the_code_is_as_new_as_the_code(name: str) -> None:
     assert page(name).read_text(encoding="utf-8") == written(name), "make references"
+
+
+def test_every_key_of_a_grant_is_described_and_each_key_has_a_reader_and_a_writer() -> None:
+    patterns = {it.partition("~")[2] for grants in GRANTS.values() for grant in grants for it in grant.keys.split()}
+    assert not [it for it in patterns if not any(fnmatchcase(key, it) for key in KEYS)]
+    assert not [key for key in KEYS if not redis_keys.roles_with("R", key) or not redis_keys.roles_with("W", key)]
 
 
 def test_everything_public_of_the_sdk_is_in_its_reference_and_described() -> None:

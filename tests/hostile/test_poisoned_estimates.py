@@ -305,11 +305,12 @@ async def test_a_poisoned_session_does_not_change_a_routers_priors_tiers_and_sam
             return len((await samples.after("0", 100))[0])
 
         for plain in (1, 2):
+            before = measured()
             await collect(rig.stub.Generate(ask(max_tokens=40, banned_ids=[9], logit_bias={8: 5.0})))
-            assert steps() == 40 * (plain - 1)
+            assert (steps(), measured()) == (40 * (plain - 1), before)
             await collect(rig.stub.Generate(ask(max_tokens=40)))
-            await until(lambda count=plain: measured() >= count)  # type: ignore[misc]
+            await until(lambda count=before: measured() > count)  # type: ignore[misc]
             async with asyncio.timeout(5):
                 while await written() < plain:
                     await asyncio.sleep(0.002)
-            assert (steps(), measured(), await written()) == (40 * plain, plain, plain)
+            assert (steps(), await written()) == (40 * plain, plain)

@@ -42,7 +42,7 @@ async def test_a_router_that_begins_or_resumes_a_generation_first_raises_the_epo
 
 async def test_two_generations_of_one_session_never_overlap_and_its_model_is_fixed(cluster: LocalCluster) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:
-        stream = client.stream("import", max_tokens=300, ignore_eos=True, timeout=30)
+        stream = client.stream("import", max_tokens=800, ignore_eos=True, timeout=30)
         chunks = aiter(stream)
         await anext(chunks)
         with pytest.raises(Busy):
