@@ -58,9 +58,9 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_vocabularies.py",
     "tests/engine/cpu/test_sanitizers.py",
     "tests/engine/gpu/test_float8.py",
-    "tests/engine/gpu/test_tree_attention.py::test_a_chunk_of_a_prompt",
-    "tests/engine/gpu/test_tree_attention.py::test_a_tree_of_many_tiles",
-    "tests/engine/gpu/test_tree_attention.py::test_heads_of_any_size",
+    "tests/engine/gpu/test_tree_attention.py::test_tree_attention_computes_a_chunk_of_a_prompt",
+    "tests/engine/gpu/test_tree_attention.py::test_tree_attention_computes_a_tree_of_many_tiles",
+    "tests/engine/gpu/test_tree_attention.py::test_tree_attention_takes_heads_of_any_size",
     "tests/engine/gpu/test_tree_attention.py::test_sessions_of_all_lengths",
     "tests/engine/test_features.py::test_rank_0",
     "tests/engine/transformers/test_engine.py::test_lower_precision",
@@ -68,8 +68,8 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/engine/transformers/test_engine.py::test_the_reference_target",
     "tests/engine/test_invariant.py::test_a_tokens_bits",
     "tests/engine/test_invariant.py::test_hundreds_of_rows",
-    "tests/engine/test_loading.py::test_a_package_that_is_missing",
-    "tests/engine/checkpoints/test_padding.py::test_the_padded_target",
+    "tests/engine/test_loading.py::test_a_missing_package_is_named_with_its_install_command",
+    "tests/engine/checkpoints/test_padding.py::test_a_padded_target_has_the_requested_size_and_equal_logits",
     "tests/engine/tensor_parallel/test_leader.py::TestTheReferenceTarget",
     "tests/engine/tensor_parallel/test_leader.py::test_a_group",
     "tests/engine/tensor_parallel/test_leader.py::test_a_rank_that_dies",
@@ -100,10 +100,10 @@ EXTENDED = (  # folders, files, and tests in them
 )
 MAIN = (  # of these, what `make test` runs nevertheless
     "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",
-    "tests/e2e/test_exactness.py::test_many_sessions_at_once_say_what_each_says_alone[sampled]",
+    "tests/e2e/test_exactness.py::test_concurrent_sessions_generate_the_text_of_each_session_alone[sampled]",
     "tests/e2e/test_exactness.py::test_two_drafters_of_one_session_change_nothing[filtered]",
     "tests/e2e/test_sampling.py::test_text_and_logprobs_are_those_of_plain_decode_and_of_transformers[min-p]",
-    "tests/e2e/test_tiers.py::test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s[0.8]",
+    "tests/e2e/test_tiers.py::test_drafts_of_three_tiers_are_accepted_and_the_text_is_the_targets[0.8]",
     "tests/engine/test_invariant.py::test_a_tokens_bits_do_not_depend_on_batch_tree_chunks_or_rows[qwen3-bfloat16]",
     "tests/engine/tensor_parallel/test_leader.py::TestTheReferenceTarget::test_trees_of_many_sessions_and_chunks_in_one_pass[sockets-2]",
     *(
@@ -119,7 +119,7 @@ MAIN = (  # of these, what `make test` runs nevertheless
             "adapters",
         )
     ),
-    "tests/simulation/test_cluster.py::test_the_same_seed_gives_the_same_figures",
+    "tests/simulation/test_cluster.py::test_an_equal_seed_gives_equal_figures",
 )
 
 

@@ -40,7 +40,7 @@ def paths_of(kind: type[BaseModel]) -> list[str]:
     return [name for name, field in kind.model_fields.items() if field.annotation in (Path, Path | None)]
 
 
-def test_every_path_of_every_server_starts_from_the_file(tmp_path: Path) -> None:
+def test_every_path_of_every_server_is_relative_to_the_file(tmp_path: Path) -> None:
     names = {"verifier": VerifierConfig, "drafter": DrafterConfig, "gateway": GatewayConfig, "router": RouterConfig}
     keys = {name: {key: f"./{key}" for key in paths_of(kind)} for name, kind in names.items()}
     assert {"model", "adapters", "store", "heads", "target", "ca", "cert", "key"} <= keys["drafter"].keys()
@@ -140,7 +140,7 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
         ("[router", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_configuration_error_names_the_key_and_the_allowed_values(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_cluster(written(tmp_path, text))
 
@@ -153,7 +153,7 @@ key = "certs/{role}.key"
 """
 
 
-def test_every_server_gets_the_certificate_of_its_role_unless_it_has_its_own(tmp_path: Path) -> None:
+def test_every_server_gets_its_roles_certificate_unless_it_has_its_own(tmp_path: Path) -> None:
     own = "[tier.1]\nmodel = 'm/small'\nca = 'x/ca.pem'\ncert = 'x/own.pem'\nkey = '/own.key'\n"
     cluster = load_cluster(written(tmp_path, TLS + GOOD + own))
     certs = tmp_path / "certs"

@@ -87,7 +87,7 @@ async def timed(waiting: Awaitable[object]) -> float:
 
 
 @pytest.mark.parametrize("faults", [{}, {"delay_s": 0.01, "jitter_s": 0.02}, {"bytes_per_s": 2e7}], ids=str)
-async def test_what_is_sent_arrives_unchanged_in_order_and_is_counted(peer: Peer, faults: dict[str, float]) -> None:
+async def test_bytes_arrive_unchanged_and_in_order_and_are_counted(peer: Peer, faults: dict[str, float]) -> None:
     up, down = random.Random(1).randbytes(3_000_000), random.Random(2).randbytes(2_000_000)
     async with FaultProxy(peer.address, **faults) as proxy:
         reader, writer = await connect(proxy)
@@ -99,7 +99,7 @@ async def test_what_is_sent_arrives_unchanged_in_order_and_is_counted(peer: Peer
         await closed(writer)
 
 
-async def test_it_connects_to_unix_sockets(tmp_path: Path) -> None:
+async def test_the_proxy_connects_to_unix_sockets(tmp_path: Path) -> None:
     async with listening(tmp_path / "socket") as peer, FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         writer.write(b"hello")
@@ -163,7 +163,7 @@ async def test_a_narrow_link_is_shared_by_its_connections(peer: Peer) -> None:
         await closed(*writers)
 
 
-async def test_cut_resets_both_peers_and_loses_what_is_under_way(peer: Peer) -> None:
+async def test_a_cut_resets_both_peers_and_loses_bytes_in_flight(peer: Peer) -> None:
     async with FaultProxy(peer.address, delay_s=0.6) as proxy:
         reader, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -180,7 +180,7 @@ async def test_cut_resets_both_peers_and_loses_what_is_under_way(peer: Peer) -> 
         await closed(writer, again)
 
 
-async def test_refuse_turns_new_connections_away_and_leaves_the_open_ones(peer: Peer) -> None:
+async def test_refuse_rejects_new_connections_and_keeps_open_ones(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -220,7 +220,7 @@ async def test_a_frozen_link_delivers_nothing_and_a_thawed_one_everything(peer: 
         await closed(writer, late_writer)
 
 
-async def test_what_a_frozen_link_held_arrives_in_order_after_the_thaw(peer: Peer) -> None:
+async def test_bytes_held_by_a_frozen_link_arrive_in_order_after_the_thaw(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -234,7 +234,7 @@ async def test_what_a_frozen_link_held_arrives_in_order_after_the_thaw(peer: Pee
         await closed(writer)
 
 
-async def test_a_frozen_link_holds_so_much_and_no_more(peer: Peer) -> None:
+async def test_a_frozen_link_holds_a_bounded_number_of_bytes(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -253,7 +253,7 @@ async def test_a_frozen_link_holds_so_much_and_no_more(peer: Peer) -> None:
         await closed(writer)
 
 
-async def test_cutting_a_frozen_link_loses_what_it_held(peer: Peer) -> None:
+async def test_cutting_a_frozen_link_loses_its_held_bytes(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         reader, writer = await connect(proxy)
         far_reader, _ = await peer.next()
@@ -283,7 +283,7 @@ async def test_closing_one_direction_leaves_the_other(peer: Peer, direction: str
         await closed(near[1])
 
 
-async def test_the_end_and_a_reset_of_one_peer_reach_the_other(peer: Peer) -> None:
+async def test_an_end_or_a_reset_of_one_peer_reaches_the_other(peer: Peer) -> None:
     async with FaultProxy(peer.address, delay_s=0.05) as proxy:
         reader, writer = await connect(proxy)
         far_reader, far_writer = await peer.next()
@@ -300,7 +300,7 @@ async def test_the_end_and_a_reset_of_one_peer_reach_the_other(peer: Peer) -> No
         await closed(writer)
 
 
-async def test_a_target_that_is_not_there_is_a_reset() -> None:
+async def test_a_missing_target_resets_the_connection() -> None:
     async with FaultProxy("127.0.0.1:1") as proxy:
         reader, writer = await connect(proxy)
         with pytest.raises(ConnectionResetError):
@@ -331,7 +331,7 @@ async def halve(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.parametrize("trouble", [nothing, freeze, slow_down, refuse, halve])
-async def test_leaving_it_leaves_no_task_and_no_socket(
+async def test_a_closed_proxy_leaves_no_task_and_no_socket(
     peer: Peer, trouble: Callable[[FaultProxy], Awaitable[None]]
 ) -> None:
     tasks, files = asyncio.all_tasks(), len(os.listdir("/proc/self/fd"))

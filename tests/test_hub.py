@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from outrider.config import VerifierConfig
 from outrider.errors import CheckpointError
 from outrider.hub import HubName, checkpoint_folder, hub_name
-from tests.hubs import Hub, cached, serving_hub
+from tests.fake_hub import Hub, cached, serving_hub
 
 TARGET = Path(__file__).parents[1] / "models" / "target"
 
@@ -59,11 +59,11 @@ def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         ("org/na me", None),
     ],
 )
-def test_what_looks_like_a_name_on_the_hub_is_one(given: str, name: HubName | None) -> None:
+def test_names_on_the_hub_are_recognized(given: str, name: HubName | None) -> None:
     assert hub_name(given) == hub_name(Path(given)) == name
 
 
-def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_an_existing_path_is_not_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     cached(cache, "org/name", TARGET)
     assert checkpoint_folder("org/name") != Path("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert checkpoint_folder("org/name") == Path("org/name")
 
 
-def test_a_model_is_called_as_its_repository_is_unless_it_has_a_name() -> None:
+def test_a_model_without_a_name_is_named_after_its_repository() -> None:
     assert VerifierConfig(model=Path("org/name@v1")).model_name == "name"
     assert VerifierConfig(model=Path("org/name@v1"), name="other").model_name == "other"
     assert VerifierConfig(model=TARGET).model_name == "target"
@@ -88,14 +88,14 @@ def test_a_revision_is_its_own_snapshot(cache: Path) -> None:
     assert checkpoint_folder(f"org/name@{tagged.name}") == tagged
 
 
-def test_without_weights_a_tokenizer_is_enough(cache: Path) -> None:
+def test_a_snapshot_without_weights_suffices_for_a_tokenizer(cache: Path) -> None:
     snapshot = cached(cache, "org/name", TARGET, files="*.json")
     assert checkpoint_folder("org/name", weights=False) == snapshot
     with pytest.raises(CheckpointError, match=r"^org/name: model\.safetensors is missing.*hf download org/name"):
         checkpoint_folder("org/name")
 
 
-def test_every_shard_of_the_index_must_be_there(cache: Path, tmp_path: Path) -> None:
+def test_every_shard_of_the_index_must_exist(cache: Path, tmp_path: Path) -> None:
     snapshot = cached(cache, "org/name", TARGET, files="*.json")
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
@@ -110,7 +110,7 @@ def test_every_shard_of_the_index_must_be_there(cache: Path, tmp_path: Path) -> 
             checkpoint_folder("org/name")
 
 
-def test_what_is_not_in_the_cache_is_reported_with_how_to_fill_it(cache: Path) -> None:
+def test_a_name_missing_from_the_cache_is_reported_with_its_download_command(cache: Path) -> None:
     cached(cache, "org/name", TARGET)
     for missing, command in (
         ("org/other", "hf download org/other`"),
@@ -120,7 +120,7 @@ def test_what_is_not_in_the_cache_is_reported_with_how_to_fill_it(cache: Path) -
             checkpoint_folder(missing)
 
 
-def test_a_download_takes_what_is_needed_and_nothing_else(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_download_fetches_only_the_needed_files(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "outrider.hub"):
         folder = checkpoint_folder("org/name", weights=False)
     assert [record.getMessage() for record in caplog.records if record.name == "outrider.hub"] == [
@@ -133,7 +133,7 @@ def test_a_download_takes_what_is_needed_and_nothing_else(hub: Hub, caplog: pyte
     assert (folder / "model.safetensors").read_bytes() == (TARGET / "model.safetensors").read_bytes()
 
 
-def test_a_download_that_stopped_half_way_is_incomplete_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_is_incomplete_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint_folder("org/name")
     (folder / "tokenizer.json").unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -156,7 +156,7 @@ def test_a_hub_that_cannot_be_reached_does_not_matter_where_the_cache_has_all(hu
         ((503, ""), "org/name", "the hub cannot be reached; .*hf download org/name"),
     ],
 )
-def test_what_the_hub_refuses_is_reported_with_what_to_do(
+def test_a_refusal_by_the_hub_is_reported_with_the_remedy(
     hub: Hub, refusal: tuple[int, str] | None, name: str, reason: str
 ) -> None:
     if refusal:
@@ -173,7 +173,7 @@ def test_what_the_hub_refuses_is_reported_with_what_to_do(
         (RuntimeError("reset by peer"), "cannot be fetched from the Hugging Face hub: reset by peer; try again"),
     ],
 )
-def test_a_download_that_fails_is_reported_with_what_to_do(
+def test_a_failed_download_is_reported_with_the_remedy(
     cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def fails(*_: object, **__: object) -> str:

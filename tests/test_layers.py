@@ -40,7 +40,7 @@ def test_importing_the_package_alone_loads_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 0
 
 
-def test_every_public_name_exists_and_no_other() -> None:
+def test_the_package_exports_exactly_its_public_names() -> None:
     for name in outrider.__all__:
         assert getattr(outrider, name) is not None
     assert not hasattr(outrider, "Server")

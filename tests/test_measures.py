@@ -31,7 +31,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     measures.modules.cache_clear()
 
 
-def test_each_figure_counts_what_is_there(code: Path) -> None:
+def test_each_figure_counts_its_findings(code: Path) -> None:
     found = {name: [*measure()] for name, measure in measures.MEASURES.items()}
     assert len(found.pop("lines of the product")) == 251 + 4
     assert found == {
@@ -43,7 +43,7 @@ def test_each_figure_counts_what_is_there(code: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "fails"), [(1, False), (0, True), (200, True)])
-def test_what_gets_worse_fails_and_so_does_what_got_better_unsaid(
+def test_a_worse_figure_fails_and_so_does_an_unrecorded_better_one(
     code: Path, monkeypatch: pytest.MonkeyPatch, limit: int, fails: bool
 ) -> None:
     name = "private attributes that tests use"

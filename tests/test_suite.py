@@ -14,7 +14,7 @@ from tests.skips import ALLOWED
 from tests.toothless import toothless
 
 
-def test_lanes_are_as_long_as_each_other_and_leave_nothing_out() -> None:
+def test_lanes_are_equally_long_and_cover_every_file() -> None:
     files = {f"tests/core/test_{number}.py" for number in range(20)} | {"tests/e2e/test_a.py", "tests/e2e/test_b.py"}
     seconds = {file: 1.0 + (number % 7) for number, file in enumerate(sorted(files))}
     one, other = balanced(files, seconds, 2)
@@ -32,7 +32,7 @@ def test_every_test_file_is_in_one_lane() -> None:
         assert [lane.pytest_ignore_collect(path) for lane in lanes].count(None) == 1, path
 
 
-def test_every_process_makes_the_same_lanes() -> None:
+def test_every_process_makes_equal_lanes() -> None:
     """The order of a set is another one in each, and so may be a sum."""
     script = (
         "from tests.lanes import balanced; table = {f'tests/e2e/test_{n}.py': n / 10 for n in range(1, 30)}; "
@@ -53,7 +53,7 @@ def test_every_process_makes_the_same_lanes() -> None:
 
 
 @pytest.mark.parametrize("lane", ["0/2", "3/2", "1", "a/b", "1/2/3"])
-def test_what_is_no_lane_is_refused(lane: str) -> None:
+def test_a_malformed_lane_is_refused(lane: str) -> None:
     with pytest.raises(pytest.UsageError, match="--lane"):
         Lane(lane, None)
 

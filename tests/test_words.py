@@ -14,7 +14,7 @@ def modules(**sources: str) -> dict[str, ast.Module]:
     return {name: ast.parse(source) for name, source in sources.items()}
 
 
-def test_two_public_classes_of_one_name_are_found_and_private_ones_are_not() -> None:  # bites: of the check itself
+def test_public_classes_that_share_a_name_are_found_and_private_ones_are_not() -> None:  # bites: of the check itself
     found = list(not_unique(modules(a="class Slot: ...\nclass _Row: ...", b="class Slot: ...\nclass _Row: ...")))
     assert found == ["not-unique: Slot is a class of a and of b; say whose it is"]
 
@@ -98,7 +98,7 @@ def test_the_product_is_read_whole() -> None:
     )
 
 
-def test_the_glossary_has_each_word_once_with_a_place_that_is_there() -> None:
+def test_the_glossary_has_each_word_once_with_an_existing_file() -> None:
     page = glossary.reference()
     words = [line.split("*")[1] for line in page.splitlines() if line.startswith("| *")]
     assert len(words) == len(set(words)) > 40

@@ -41,7 +41,9 @@ def bench(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[s
     ],
     ids=["peer", "key", "rule", "lossy rule", "drafter of another row", "link", "overlap"],
 )
-def test_a_mistake_ends_it_before_anything_starts(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+def test_a_user_error_ends_the_bench_before_any_process_starts(
+    arguments: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
     done = bench("--quick", *arguments)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

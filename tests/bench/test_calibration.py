@@ -50,7 +50,7 @@ def test_a_prediction_falls_with_distance() -> None:
     assert near > 1.5 > far
 
 
-def test_what_is_saved_suffices_to_predict_again() -> None:
+def test_saved_calibration_readings_suffice_to_predict_again() -> None:
     outcome = Outcome(CASES[0], 2.0, 1.9)
     loaded = json.loads(saved({APART: READINGS}, [outcome]))
     (machine,) = loaded["machines"]

@@ -25,7 +25,7 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def test_boxes_have_the_shares_of_what_the_loop_did_outside_waiting(profile: Path) -> None:
+def test_flame_boxes_have_the_shares_of_the_loops_time_outside_waiting(profile: Path) -> None:
     root = read(profile)
     assert root.samples == 100
     found = [(box.depth, box.name, box.file, round(box.share, 3)) for box in boxes(root, WIDTH / 100)]
@@ -45,7 +45,7 @@ def test_the_picture_has_both_profiles_and_no_names_that_are_markup(profile: Pat
     assert "<b>" not in picture
 
 
-def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_profile_without_event_loop_stacks_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.raw"
     other.write_text("run (threading.py:9);work (grpc/x.py:1) 900\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no stacks of an event loop"):

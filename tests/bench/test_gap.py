@@ -11,7 +11,7 @@ from bench.engine.gap import gaps
 
 
 @pytest.mark.parametrize("runs_on", [False, True])
-def test_time_between_passes_is_what_the_host_takes(runs_on: bool) -> None:
+def test_the_gap_between_passes_measures_the_hosts_time(runs_on: bool) -> None:
     found = asyncio.run(gaps(4, 2.0, 0.6, runs_on=runs_on))
     assert len(found) > 20
     assert min(found) >= 0.0

@@ -44,7 +44,7 @@ runpy.run_module("bench.gpu", run_name="__main__")
 """
 
 
-def test_it_runs_on_a_machine_that_has_no_server_library(tmp_path: Path) -> None:
+def test_the_gpu_bench_runs_on_a_machine_without_server_libraries(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     arguments = [*SMALL, "--batch", "1", "--batch", "3", "--repetitions", "1", "--json", str(path)]
     run = subprocess.run(
@@ -70,7 +70,7 @@ def test_it_runs_on_a_machine_that_has_no_server_library(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_device_it_reports_that_nothing_was_run(tmp_path: Path) -> None:
+def test_the_gpu_bench_without_a_device_reports_that_nothing_was_run(tmp_path: Path) -> None:
     import typer
 
     app = typer.Typer()
@@ -99,7 +99,7 @@ POINT = Point(
 )  # fmt: skip
 
 
-def test_figures_are_made_of_what_was_measured() -> None:
+def test_the_gpu_figures_follow_from_the_measured_times() -> None:
     assert POINT.floor_ms == pytest.approx(3.75)
     assert POINT.line == (
         "gpu: shape=8b batch=8 temperature=0 floor_fraction=0.750 datasheet_fraction=0.600 plain_step_ms=5.000 "
@@ -217,7 +217,7 @@ def test_a_peer_s_model_takes_padded_weights_or_is_refused(
     monkeypatch.delitem(sys.modules, "model", raising=False)
 
 
-def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
+def test_prompts_have_one_length_and_differ(tmp_path: Path) -> None:
     run = GpuRun(
         "cpu", "float32", "off", (1.0,), (1,), {}, 70, 8, 1, None, MODELS, MODELS.parent / "examples" / "held_out.jsonl"
     )

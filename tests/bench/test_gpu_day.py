@@ -21,7 +21,7 @@ def status_of(part: Part, folder: Path) -> str:
     return run(part, folder, time.monotonic() + 60)
 
 
-def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
+def test_a_part_that_passed_is_skipped_and_a_part_that_failed_runs_again(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     writes = f"open({str(seen)!r}, 'a').write('x'); print('figure=1')"
     assert status_of(Part("good", ("-c", writes), 30), tmp_path) == "passed"
@@ -34,7 +34,9 @@ def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path: Path) -> 
     assert seen.read_text() == "xxx"
 
 
-def test_a_part_that_takes_too_long_is_ended_whatever_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_beyond_its_time_limit_is_killed_even_if_it_ignores_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_day, "KILL_S", 0.3)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -63,7 +65,7 @@ def test_the_last_line_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.extended
-def test_parity_and_profile_run_without_a_gpu() -> None:
+def test_gpu_parity_and_gpu_profile_run_without_a_gpu() -> None:
     for main, arguments, line in (
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "copies"], "parity: device=cpu"),
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "adapters"], "parity: device=cpu adapters="),

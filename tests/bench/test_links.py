@@ -29,7 +29,7 @@ async def connected(link: str) -> AsyncIterator[tuple[Writer, Reader]]:
         await closed(writer)
 
 
-async def test_each_delay_of_the_jittery_link_is_drawn_anew() -> None:
+async def test_each_delay_of_the_jittery_link_is_drawn_separately() -> None:
     proxy, loop, jitter = FaultProxy(""), asyncio.get_running_loop(), random.Random(7)
     parse_link("jitter").apply(proxy)
     began = loop.time()

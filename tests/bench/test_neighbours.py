@@ -22,7 +22,7 @@ def test_the_line_for_scripts_has_the_medians_of_both_verifiers() -> None:
 
 
 @pytest.mark.extended
-async def test_windows_of_real_verifiers_in_two_clusters_and_in_one() -> None:
+async def test_windows_are_measured_with_verifiers_in_two_clusters_and_in_one() -> None:
     def load(callers: int, number: int) -> Load:
         return Load([tuple(range(1, 40))], callers, 1.0, 0.0, 16, seed=number, salts=1000)
 

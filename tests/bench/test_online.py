@@ -36,7 +36,7 @@ def test_the_last_third_is_compared_and_the_whole_of_the_time() -> None:
     assert last_line(without, learning) == "online_gain=1.000 online_cost=0.200"
 
 
-def test_pages_are_texts(tmp_path: Path) -> None:
+def test_only_text_files_are_read_as_pages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no texts"):
         read_pages(tmp_path)
     (tmp_path / "a.py").write_text("text")

@@ -24,13 +24,13 @@ def suite(folder: Path) -> Path:
     return folder
 
 
-def test_files_take_turns(tmp_path: Path) -> None:
+def test_schemas_of_several_files_are_interleaved(tmp_path: Path) -> None:
     assert [schema.name for schema in in_turns(suite(tmp_path))] == ["a: colour 0", "b: number", "a: colour 1"]
     with pytest.raises(ConfigError, match="has no JSON files"):
         in_turns(tmp_path / "missing")
 
 
-def test_the_last_line_has_what_was_not_valid() -> None:
+def test_the_last_line_counts_invalid_and_refused_outputs() -> None:
     figures = SchemaFigures(["a"], outputs=4, ended=3, same=4, invalid=["a: 5"])
     figures.refused.update(["why", "why"])
     assert figures.last_line == "schemas: schemas=1 outputs=4 ended=3 valid=2 same=4 refused=2"

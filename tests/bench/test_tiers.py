@@ -56,7 +56,7 @@ def test_a_pass_that_judges_gives_its_own_chances_and_adds_children() -> None:
     assert tree.accepts([1, 1, 1, 2]) == 4
 
 
-def test_the_best_way_is_the_one_with_the_most_tokens_for_its_cost() -> None:
+def test_the_best_cascade_growth_has_the_most_tokens_for_its_cost() -> None:
     lengths = {
         CascadeGrowth(1, 0): 2.0,
         CascadeGrowth(4, 0): 3.0,

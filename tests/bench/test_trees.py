@@ -48,7 +48,7 @@ def by_enumeration(walker: Rule, language: Language, tree: DrawnTree) -> float:
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
+def test_expected_lengths_equal_those_of_the_acceptance_rules(shape: tuple) -> None:
     names = {"recursive-rejection": rejected, "traversal-verification": traversed}
     if shape is CHAIN:
         names |= {"speculative-sampling": rejected, "block-verification": traversed}
@@ -73,14 +73,14 @@ def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
                 assert rejected(same, language.p, q, 0.5) == pytest.approx(lenient, abs=1e-3)
 
 
-def test_under_shared_noise_the_targets_own_tokens_count_as_far_as_the_tree_has_them() -> None:
+def test_under_shared_noise_the_tree_covers_the_targets_tokens_as_far_as_it_has_them() -> None:
     tree = ExpectedTree.of([(3,), (4,), (3, 1), (3, 1, 7)])
     assert followed(tree, lambda path: [3, 1, 7, 9][len(path)]) == 3
     assert followed(tree, lambda path: [4, 1][len(path)]) == 1
     assert followed(ExpectedTree.of([]), lambda path: 5) == 0
 
 
-def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
+def test_rows_below_a_root_equal_those_of_a_plain_pass() -> None:
     engine = load(MODELS / "drafter")
     rows = PathRows(engine)
     text = list(range(10, 40))

@@ -21,7 +21,7 @@ def test_the_line_for_scripts_has_the_worst_window_and_that_of_plain_decoding() 
     assert last_line([]) == "windows: -"
 
 
-def test_a_seed_s_loads_are_the_same_and_differ_from_one_another() -> None:
+def test_a_seed_reproduces_its_loads_and_the_loads_differ_from_one_another() -> None:
     loads = [*islice(shifting_loads(7), 60)]
     assert loads == [*islice(shifting_loads(7), 60)]
     assert {load.drafters for load in loads} == {*range(DRAFTERS + 1)}
@@ -30,7 +30,9 @@ def test_a_seed_s_loads_are_the_same_and_differ_from_one_another() -> None:
 
 
 @pytest.mark.extended
-async def test_windows_of_a_real_cluster_whose_drafters_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_windows_are_measured_while_drafters_of_a_real_cluster_leave_and_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loads = [
         ShiftingLoad(2, "code", (0.0,), round_trip, drafters) for round_trip, drafters in ((0.0, 2), (5.0, 0), (0.0, 2))
     ]

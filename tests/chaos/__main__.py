@@ -1,4 +1,4 @@
-"""Strikes a cluster under load, prints the results, and reports whether each is as it must be."""
+"""Injects faults into a cluster under load, prints the results, and reports whether each is as it must be."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import ConfigError
-from tests.chaos import blows as making
-from tests.chaos.blows import Blow
+from tests.chaos import faults as plans
+from tests.chaos.faults import ServerFault
 from tests.chaos.hostile import HostileTenant, last_line_of_attacks
+from tests.chaos.hostile_callers import HostileCallers
+from tests.chaos.hostile_callers import table as findings_table
+from tests.chaos.injector import FaultInjector, FaultOutcome, Report
 from tests.chaos.load import Load, Tally, cases
-from tests.chaos.pounding import Pounding
-from tests.chaos.pounding import table as findings_table
 from tests.chaos.report import last_line, missed, status, table
 from tests.chaos.servers import Forward, Servers, Shape
-from tests.chaos.striking import Report, Striker, Struck
 from tests.hostile.attacks import ATTACKS
 
 SESSIONS = 32
 LEAVING = 0.1  # the share of answers that their client leaves or cancels
-UP_TO_SPEED = 1000  # tokens that all sessions together receive before the first blow
+UP_TO_SPEED = 1000  # tokens that all sessions together receive before the first fault
 
 
 class Part(NamedTuple):
@@ -35,9 +35,9 @@ class Part(NamedTuple):
     scenarios: tuple[tuple[str, int], ...]  # names and rounds
     minutes: float
 
-    def blows(self, seed: int) -> list[Blow]:
-        """The blows of its scenarios, in order."""
-        return [blow for name, count in self.scenarios for blow in making.scenario(name, seed, count)]
+    def faults(self, seed: int) -> list[ServerFault]:
+        """The faults of its scenarios, in order."""
+        return [fault for name, count in self.scenarios for fault in plans.scenario(name, seed, count)]
 
 
 WHOLE = (
@@ -45,7 +45,7 @@ WHOLE = (
     Part((("kill", 50),), 19.5),
     Part((("black-hole", 1),), 2.5),
 )
-POUNDING, HOSTILE = "pounding", "hostile"  # the scenarios in which callers do the striking
+HOSTILE_CALLERS, HOSTILE = "hostile-callers", "hostile"  # the scenarios in which callers are the fault
 QUICK = (Part((("kill", 3), ("freeze-router", 1)), 1.6),)
 
 
@@ -56,10 +56,10 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="everything, for 90 minutes")
     parser.add_argument("--quick", action="store_true", help="a little of it, in three minutes")
     parser.add_argument(
-        "--scenario", default="kill", help="one of " + ", ".join([*making.SCENARIOS, POUNDING, HOSTILE])
+        "--scenario", default="kill", help="one of " + ", ".join([*plans.SCENARIOS, HOSTILE_CALLERS, HOSTILE])
     )
-    parser.add_argument("--seed", type=int, default=7, help="the same seed strikes the same blows in the same order")
-    parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's blows")
+    parser.add_argument("--seed", type=int, default=7, help="the same seed injects the same faults in the same order")
+    parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's faults")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="at once")
     parser.add_argument(
         "--standby",
@@ -67,14 +67,14 @@ def main() -> None:
         default=True,
         help="a second verifier keeps each session's KV",
     )
-    parser.add_argument("--minutes", type=float, default=28.0, help="no blow falls later")
+    parser.add_argument("--minutes", type=float, default=28.0, help="no fault begins later")
     parser.add_argument(
-        "--pound-s", type=float, default=120.0, help="others are measured beside hostile callers so long"
+        "--callers-s", type=float, default=120.0, help="others are measured beside hostile callers so long"
     )
     parser.add_argument("--attack-s", type=float, default=60.0, help="of each attack of `hostile`, and as long without")
     parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="of `hostile`; again for several")
-    parser.add_argument("--write", type=Path, help="write the blows to a file, and strike none")
-    parser.add_argument("--blows", type=Path, help="strike those of such a file, in --minutes")
+    parser.add_argument("--write", type=Path, help="write the faults to a file, and inject none")
+    parser.add_argument("--faults", type=Path, help="inject those of such a file, in --minutes")
     parser.add_argument("--log", type=Path, help="what the servers say")
     options = parser.parse_args()
     try:
@@ -102,24 +102,24 @@ async def run(options: argparse.Namespace) -> int:
             if log is not None:
                 print(f"{time.monotonic() - began:8.3f} {name} {line}", file=log, flush=True)
 
-        if not (options.whole or options.quick or options.blows):
-            if options.scenario == POUNDING:
-                return await pound(options, report, forward)
+        if not (options.whole or options.quick or options.faults):
+            if options.scenario == HOSTILE_CALLERS:
+                return await press(options, report, forward)
             if options.scenario == HOSTILE:
                 return await attack(options, report, forward)
         parts = WHOLE if options.whole else QUICK if options.quick else None
         parts = parts or (Part(((options.scenario, options.count),), options.minutes),)
-        work = [(part.blows(options.seed), part.minutes) for part in parts]
-        if options.blows:
-            work = [(making.read(options.blows), options.minutes)]
+        work = [(part.faults(options.seed), part.minutes) for part in parts]
+        if options.faults:
+            work = [(plans.read(options.faults), options.minutes)]
         if options.write:
-            making.write([blow for blows, _ in work for blow in blows], options.write)
+            plans.write([fault for faults, _ in work for fault in faults], options.write)
             return 0
-        done: list[Struck] = []
+        done: list[FaultOutcome] = []
         tally = Tally()
         try:
-            for blows, minutes in work:
-                await strike(blows, minutes, options, done, tally, report, forward)
+            for faults, minutes in work:
+                await inject(faults, minutes, options, done, tally, report, forward)
         finally:  # what was measured counts, whatever became of the run
             print(table(done, tally))
             for line in missed(done):
@@ -127,18 +127,18 @@ async def run(options: argparse.Namespace) -> int:
             print(last_line(done, tally))
         others = 0
         if options.whole:
-            others = max(await pound(options, report, forward), await attack(options, report, forward))
+            others = max(await press(options, report, forward), await attack(options, report, forward))
     return status(done, tally) or others
 
 
-async def pound(options: argparse.Namespace, report: Report, forward: Forward) -> int:
+async def press(options: argparse.Namespace, report: Report, forward: Forward) -> int:
     """Hostile callers, against clusters of their own; the exit status."""
-    pounding = Pounding(report, forward, options.pound_s)
+    callers = HostileCallers(report, forward, options.callers_s)
     try:
-        await pounding.run()
+        await callers.run()
     finally:
-        print(findings_table(pounding.findings))
-    return int(not pounding.findings or not all(finding.met for finding in pounding.findings))
+        print(findings_table(callers.findings))
+    return int(not callers.findings or not all(finding.met for finding in callers.findings))
 
 
 async def attack(options: argparse.Namespace, report: Report, forward: Forward) -> int:
@@ -152,17 +152,17 @@ async def attack(options: argparse.Namespace, report: Report, forward: Forward) 
     return int(not hostile.findings or not all(finding.met for finding in hostile.findings))
 
 
-async def strike(
-    blows: Sequence[Blow],
+async def inject(
+    faults: Sequence[ServerFault],
     minutes: float,
     options: argparse.Namespace,
-    done: list[Struck],
+    done: list[FaultOutcome],
     tally: Tally,
     report: Report,
     forward: Forward,
 ) -> None:
-    """Strikes a cluster of its own. What came of the blows is put into `done`, and of the answers into the tally."""
-    proxied = any(blow.kind == "black-hole" for blow in blows)
+    """Injects faults into a cluster of its own. Adds outcomes to `done`, and answers to the tally."""
+    proxied = any(fault.kind == "black-hole" for fault in faults)
     async with Servers(Shape(proxied=proxied, standby=options.standby), forward) as servers:
         report("all servers are there")
         async with Load(servers, cases(options.sessions), options.seed, LEAVING, tally) as load:
@@ -170,7 +170,7 @@ async def strike(
             report(f"the undisturbed answers: {load.received_tokens} tokens")
             load.begin()
             await load.more(UP_TO_SPEED, 10.0)
-            await Striker(servers, load, report, done).run(blows, 60 * minutes)
+            await FaultInjector(servers, load, report, done).run(faults, 60 * minutes)
             await load.end()
             report(f"{tally.answers} answers, as they must be: {not tally.wrong}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from statistics import median
 
-from tests.chaos.pounding import Finding, Report
+from tests.chaos.hostile_callers import Finding, Report
 from tests.chaos.report import quantile
 from tests.chaos.servers import Forward
 from tests.hostile.attacks import ATTACKS, Outcome

@@ -1,4 +1,4 @@
-"""The figures of a run: a table by what struck, the bounds, and the line that scripts read."""
+"""The figures of a run: a table by fault, the bounds, and the line that scripts read."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tests.chaos.injector import FaultOutcome
 from tests.chaos.load import Tally, commonest
-from tests.chaos.striking import Struck
 
-# Seconds from a blow to the session's next token, for 99 of 100. What freezes or is cut off has to be noticed first.
+# Seconds from a fault to the session's next token, for 99 of 100. What freezes or is cut off has to be noticed first.
 KILLED = {"drafter": 0.5, "router": 2.0, "redis": 3.0, "verifier": 3.0}
 NOTICED_S = 2.5
 COLUMNS = (
-    *("blow", "blows", "sessions", "median", "p99", "worst"),
+    *("fault", "faults", "sessions", "median", "p99", "worst"),
     *("of it re-reading: median, worst", "p99 without it", "stranded", "bound", ""),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All blows of one kind."""
+    """All faults of one kind."""
 
     what: str
-    blows: int
+    faults: int
     sessions: int
     times: tuple[float, ...]  # s, sorted
     reading: tuple[float, ...]  # s, sorted
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the bound was kept; None: there is none, or no session was struck."""
+        """Whether the bound was kept; None: there is none, or no session was affected."""
         if self.bound is None or not (self.times or self.stranded):
             return None
         return self.p99 <= self.bound and not self.stranded
@@ -55,7 +55,7 @@ class Row:
         times = _median(self.times), self.p99, max(self.times, default=0.0)
         return (
             self.what,
-            str(self.blows),
+            str(self.faults),
             str(self.sessions),
             *(f"{time:.2f} s" if self.times else "-" for time in times),
             f"{_median(self.reading):.2f} s, {max(self.reading):.2f} s" if self.reading else "-",
@@ -66,26 +66,26 @@ class Row:
         )
 
 
-def rows(done: Iterable[Struck]) -> list[Row]:
-    """One for each kind of blow, in the order in which they first came."""
-    kinds: dict[str, list[Struck]] = {}
-    for struck in done:
-        kinds.setdefault(str(struck.blow), []).append(struck)
+def rows(done: Iterable[FaultOutcome]) -> list[Row]:
+    """One for each kind of fault, in the order in which they first came."""
+    kinds: dict[str, list[FaultOutcome]] = {}
+    for outcome in done:
+        kinds.setdefault(str(outcome.fault), []).append(outcome)
     return [
         Row(
             what,
             len(some),
-            sum(len(struck.sessions) for struck in some),
-            tuple(sorted(time for struck in some for time in struck.recoveries)),
-            tuple(sorted(time for struck in some for time in struck.read_again)),
-            tuple(sorted(time for struck in some for time in struck.besides)),
-            sum(struck.stranded for struck in some),
+            sum(len(outcome.sessions) for outcome in some),
+            tuple(sorted(time for outcome in some for time in outcome.recoveries)),
+            tuple(sorted(time for outcome in some for time in outcome.read_again)),
+            tuple(sorted(time for outcome in some for time in outcome.besides)),
+            sum(outcome.stranded for outcome in some),
         )
         for what, some in kinds.items()
     ]
 
 
-def missed(done: Iterable[Struck]) -> list[str]:
+def missed(done: Iterable[FaultOutcome]) -> list[str]:
     """The bounds that were not kept, a line for each."""
     return [
         f"bound not kept: {row.what}: p99 {row.p99:.2f} s of {row.bound:g} s allowed, stranded {row.stranded}"
@@ -94,7 +94,7 @@ def missed(done: Iterable[Struck]) -> list[str]:
     ]
 
 
-def table(done: Sequence[Struck], tally: Tally) -> str:
+def table(done: Sequence[FaultOutcome], tally: Tally) -> str:
     """For people; in Markdown, so that it can go into docs/reliability.md as it is."""
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in rows(done))]
     summary = [
@@ -106,15 +106,15 @@ def table(done: Sequence[Struck], tally: Tally) -> str:
     return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", *summary])
 
 
-def status(done: Iterable[Struck], tally: Tally) -> int:
+def status(done: Iterable[FaultOutcome], tally: Tally) -> int:
     """The exit status: 1 if an answer was not as it must be, or a bound was not kept."""
     return int(tally.wrong or bool(missed(done)))
 
 
-def last_line(done: Sequence[Struck], tally: Tally) -> str:
+def last_line(done: Sequence[FaultOutcome], tally: Tally) -> str:
     """The line that scripts read."""
-    kills = sum(struck.blow.kind == "kill" for struck in done)
-    worst = max((time for struck in done if struck.blow.kind == "kill" for time in struck.recoveries), default=0.0)
+    kills = sum(outcome.fault.kind == "kill" for outcome in done)
+    worst = max((time for outcome in done if outcome.fault.kind == "kill" for time in outcome.recoveries), default=0.0)
     return (
         f"chaos: kills={kills} lost={tally.lost} repeated={tally.repeated} changed={tally.changed} "
         f"worst_recovery_s={worst:.2f}"

@@ -233,7 +233,7 @@ class Servers:
                 name = self._introduced if server.role == "router" else self._announced
                 server.known_as = await name(server)
                 return
-            except OutriderError:  # Redis was struck meanwhile
+            except OutriderError:  # Redis failed meanwhile
                 if time.monotonic() > give_up or server.child.status is not None:
                     raise
             await asyncio.sleep(AGAIN_S)
@@ -296,7 +296,7 @@ class Servers:
                     listen=listen,
                     models={"target": MODELS / "target"},
                     policy="fixed",
-                    overlap=True,  # drafters are at work whatever they bring, so that a blow strikes somebody
+                    overlap=True,  # drafters are at work whatever they bring, so that a fault meets a session
                     depth=4,
                     lease_s=shape.lease_s,
                     resume_ttl_s=shape.resume_ttl_s,

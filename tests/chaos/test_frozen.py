@@ -19,10 +19,10 @@ from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2, types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.chaos.blows import Blow, scenario
+from tests.chaos.faults import ServerFault, scenario
+from tests.chaos.injector import FaultInjector
 from tests.chaos.load import Load, cases
 from tests.chaos.servers import Server, Servers, Shape
-from tests.chaos.striking import Striker
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
@@ -82,7 +82,7 @@ async def soon(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_frozen_router_is_left_for_another_and_what_it_sends_when_it_thaws_is_refused(servers: Servers) -> None:
+async def test_a_frozen_router_loses_its_session_and_its_late_writes_are_refused(servers: Servers) -> None:
     zombie, other = servers.of("router")
     request = inference_pb2.GenerateRequest(
         text=PROMPT, sampling=inference_pb2.Sampling(max_tokens=TOKENS, seed=3, ignore_eos=True)
@@ -114,7 +114,7 @@ async def test_a_frozen_router_is_left_for_another_and_what_it_sends_when_it_tha
         assert tokens == await undisturbed(elsewhere, 3, len(tokens))
 
 
-async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(servers: Servers) -> None:
+async def test_the_sdk_detects_a_frozen_router_and_resumes_at_another(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(0)) as client:
         stream = begun(client, 4)
         tokens = await read(stream, 5)
@@ -134,7 +134,7 @@ async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(
         assert tokens == await undisturbed(client, 4, len(tokens))
 
 
-async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(servers: Servers) -> None:
+async def test_a_frozen_verifier_is_replaced_and_releases_its_sessions_when_it_thaws(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(1)) as client:
         stream = begun(client, 5)
         tokens = await read(stream, 5)
@@ -194,14 +194,16 @@ BLACK_HOLES = [
 
 @pytest.mark.parametrize("links", BLACK_HOLES)
 async def test_a_black_hole_costs_time_and_no_token(servers: Servers, links: tuple[str, ...]) -> None:
-    blows = {blow.link: blow for blow in scenario("black-hole", 1, 1)}
-    struck = [Blow("black-hole", blows[link].role, "busiest", after=20, lasts_s=LASTS_S, link=link) for link in links]
+    faults = {fault.link: fault for fault in scenario("black-hole", 1, 1)}
+    injected = [
+        ServerFault("black-hole", faults[link].role, "busiest", after=20, lasts_s=LASTS_S, link=link) for link in links
+    ]
     async with Load(servers, cases(SESSIONS, 192), seed=2) as load:
         await load.undisturbed()
         load.begin()
         await load.more(50, 10.0)
-        striker = Striker(servers, load, print)
-        await striker.run(struck, within_s=120.0)
+        injector = FaultInjector(servers, load, print)
+        await injector.run(injected, within_s=120.0)
         await load.end()
     assert not load.tally.wrong, load.tally
-    assert all(done.worst < SILENCE_S + SLACK_S and not done.stranded for done in striker.done)
+    assert all(done.worst < SILENCE_S + SLACK_S and not done.stranded for done in injector.done)

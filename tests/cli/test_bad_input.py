@@ -90,7 +90,7 @@ def test_a_missing_cluster_file_is_named() -> None:
     assert_refused(invoked("up", "no-such.toml"), "no-such.toml: No such file or directory")
 
 
-def test_up_repeats_the_error_of_a_server_that_cannot_start(tmp_path: Path, redis_url: str) -> None:
+def test_up_repeats_the_error_of_a_server_that_fails_to_start(tmp_path: Path, redis_url: str) -> None:
     missing = VALID.replace('model = "', 'model = "/no-such')
     done = outrider("up", cluster_file(tmp_path, missing), redis=redis_url)
     assert_refused(done, "outrider: verifier-0: ", f"/no-such{ROOT}/models/target")

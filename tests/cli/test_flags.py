@@ -203,7 +203,7 @@ def test_defaults_survive_the_command_line_too() -> None:
 
 
 @pytest.mark.parametrize("role", SECTIONS)
-def test_the_help_says_of_each_flag_what_it_is_and_its_default(role: str) -> None:
+def test_the_help_describes_each_flag_and_its_default(role: str) -> None:
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
     context = command.make_context(role, ["--help"], resilient_parsing=True)
     command.describe(context)
@@ -224,7 +224,7 @@ def test_counts_may_be_written_with_a_unit() -> None:
     assert [parse_count(text) for text in ("150M", "1.5b", "2k", "7")] == [150_000_000, 1_500_000_000, 2_000, 7]
 
 
-def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
+def test_the_help_loads_no_heavy_package() -> None:
     script = (
         "import sys, outrider.cli.main\n"
         "heavy = {'torch', 'grpc', 'redis', 'pydantic', 'numpy', 'tokenizers'} & set(sys.modules)\n"
@@ -237,7 +237,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
         assert f" {command} " in result.output
 
 
-def test_a_server_started_for_a_parent_that_is_gone_does_not_start() -> None:
+def test_a_server_whose_parent_has_exited_does_not_start() -> None:
     environment = {**os.environ, PARENT: "1", "REDIS_URL": "redis://127.0.0.1:1"}
     command = [sys.executable, "-m", "outrider.cli", "drafter", "--model", "models/drafter"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)

@@ -55,12 +55,12 @@ def profiles(tmp_path: Path) -> Path:
     return folder / "profiles.toml"
 
 
-def test_without_anything_it_is_this_machines_router() -> None:
+def test_a_client_without_settings_connects_to_this_machines_router() -> None:
     assert resolve() == Connection("127.0.0.1:7070")
     assert Access.of(resolve()) == Access()
 
 
-def test_key_and_ca_come_from_the_environment_unless_they_are_given(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_and_ca_default_to_the_environment(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ROUTER", "env:1")
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
     monkeypatch.setenv("OUTRIDER_CA", str(ca))
@@ -98,7 +98,7 @@ def test_a_profile_is_taken_by_its_name_and_the_default_one_where_nothing_names_
     assert resolve().address == "other:1"
 
 
-def test_the_key_of_a_profile_goes_to_no_other_router_unless_the_call_names_the_profile(
+def test_a_profiles_key_is_sent_to_no_other_router_unless_the_call_names_the_profile(
     profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.write_text('[default]\nrouter = "usual:1"\napi_key_file = "prod.key"\n' + FILE.partition('1"')[2])
@@ -141,7 +141,7 @@ def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ('[default]\nrouter = "x"', {}, "address: is 'x', must be HOST:PORT"),
     ],
 )
-def test_what_is_wrong_with_a_profile_names_the_file_and_the_key(
+def test_an_error_in_a_profile_names_the_file_and_the_key(
     profiles: Path, text: str, named: dict[str, Any], problem: str
 ) -> None:
     profiles.write_text(text)
@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_profile_names_the_file_and_the_key(
         resolve(**named)
 
 
-def test_a_file_that_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_file_that_is_named_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"profiles.toml: cannot be read: No such file"):
         resolve(profile="prod")
     monkeypatch.setenv("OUTRIDER_PROFILES", str(tmp_path / "none.toml"))
@@ -159,12 +159,12 @@ def test_a_file_that_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7070", "localhost:1", "[::1]:1", "ipv4:127.0.0.1:1,127.0.0.2:2"])
-def test_a_key_may_go_in_the_clear_to_this_machine(address: str) -> None:
+def test_a_key_may_be_sent_in_the_clear_to_this_machine(address: str) -> None:
     assert Access.of(resolve(address, api_key=KEY)).tls is None
 
 
 @pytest.mark.parametrize("address", ["router:7070", "192.0.2.1:1", "ipv4:127.0.0.1:1,192.0.2.1:2", "dns:///router:1"])
-def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_tls_is_switched_off(address: str) -> None:
+def test_a_key_is_not_sent_in_the_clear_to_another_machine_unless_tls_is_off(address: str) -> None:
     with pytest.raises(ConfigError, match="OUTRIDER_CA") as caught:
         Access.of(resolve(address, api_key=KEY))
     assert KEY not in str(caught.value)
@@ -186,7 +186,7 @@ def test_a_key_that_cannot_be_sent_is_refused(key: str) -> None:
     assert key not in str(caught.value)
 
 
-def test_a_ca_that_is_none_is_named(tmp_path: Path, ca: Path) -> None:
+def test_a_missing_ca_file_is_named(tmp_path: Path, ca: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.pem"):
         Access.of(resolve("h:1", ca=tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match="tls: is False"):

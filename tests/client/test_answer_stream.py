@@ -115,7 +115,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return seen
 
 
-async def test_one_generation_at_a_time_needs_no_stream(
+async def test_one_generation_at_a_time_opens_no_answer_stream(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     async with client_of(redis_url, monkeypatch) as client:
@@ -124,7 +124,7 @@ async def test_one_generation_at_a_time_needs_no_stream(
             assert seen.stream is None
 
 
-async def test_several_share_a_stream_and_each_is_whole(
+async def test_several_generations_share_a_stream_and_each_is_whole(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     async with client_of(redis_url, monkeypatch) as client:
@@ -136,7 +136,7 @@ async def test_several_share_a_stream_and_each_is_whole(
         assert not seen.stream.calls
 
 
-async def test_a_long_answer_goes_on_past_the_window(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer_continues_past_the_window(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with client_of(redis_url, monkeypatch, stride=16) as client:
         results = await asyncio.gather(*(client.generate("a", max_tokens=3_000, logprobs=20) for _ in range(3)))
         assert {result.token_ids for result in results} == {tuple(script(3_000))}
@@ -164,7 +164,7 @@ async def test_a_stream_that_nobody_reads_holds_up_no_other(
         first.cancel()
 
 
-async def test_streams_go_on_when_the_stream_of_answers_breaks(
+async def test_generations_continue_when_the_answer_stream_breaks(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 0.05)
@@ -183,7 +183,9 @@ async def test_streams_go_on_when_the_stream_of_answers_breaks(
         assert max(result.resumes for result in results) >= 1
 
 
-async def test_leaving_a_stream_cancels_it_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+async def test_leaving_a_stream_cancels_only_that_stream(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
     async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
         staying = asyncio.create_task(client.generate("a", max_tokens=100))
         await asyncio.sleep(0.05)
@@ -224,7 +226,7 @@ async def test_a_stream_without_calls_is_closed_and_opened_again(
             assert not used.running
 
 
-async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_once(
+async def test_a_router_without_answer_streams_is_not_asked_for_one_again_at_once(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ) -> None:
     monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 60.0)
@@ -237,7 +239,7 @@ async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_o
         assert router.streams == 1
 
 
-async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: ScriptedRouter, seen: Seen) -> None:
+async def test_a_call_holds_few_unread_events_and_loses_none(router: ScriptedRouter, seen: Seen) -> None:
     async with outrider.AsyncClient(router.address) as client, client.stream("endless") as first:
         await anext(aiter(first))
         async with client.stream("endless") as unread:
@@ -251,7 +253,7 @@ async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: Script
         await until(lambda: seen.read[-1].over)
 
 
-async def test_the_last_events_may_come_behind_the_end_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_events_may_arrive_after_the_end_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call, stream = EndedCall(), SilentStream()
     routed = _calls.RoutedCall(call, lambda error: InternalError(str(error)), stream)
     await asyncio.sleep(0)

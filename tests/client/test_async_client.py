@@ -54,7 +54,7 @@ async def test_a_stream_gives_chunks_and_then_the_result(router: ScriptedRouter)
     assert router.cancelled_sessions == []
 
 
-async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
+async def test_messages_replace_a_prompt(router: ScriptedRouter) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"content": "é?", "role": "user"}]
     async with outrider.AsyncClient(router.address) as client:
         assert (await client.generate(messages=messages)).text == TEXT
@@ -78,7 +78,7 @@ async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
         ({"role": "user", "content": "\ud800"}, r"messages\[1\]\.content: is not valid Unicode"),
     ],
 )
-async def test_what_is_no_message_is_named(router: ScriptedRouter, message: object, problem: str) -> None:
+async def test_a_malformed_message_is_named(router: ScriptedRouter, message: object, problem: str) -> None:
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.InvalidRequest, match=problem):
             await client.generate(messages=[{"role": "user", "content": "x"}, message])  # type: ignore[list-item]
@@ -246,7 +246,7 @@ async def test_cancel_from_another_task_ends_the_reader_with_cancelled(router: S
         assert router.cancelled_sessions == ["session-1"]
 
 
-async def test_a_stream_that_was_cancelled_before_it_is_read_asks_for_nothing(router: ScriptedRouter) -> None:
+async def test_a_stream_cancelled_before_its_first_read_sends_no_request(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         stream = client.stream("hello", session="s")
         await stream.cancel()
@@ -299,12 +299,12 @@ async def test_a_silent_address_is_unavailable_within_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":7070", "host:"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(errors.ConfigError, match="HOST:PORT"):
         outrider.AsyncClient(address)
 
 
-async def test_a_request_gets_a_key_of_its_own_unless_it_has_one(router: ScriptedRouter) -> None:
+async def test_a_request_without_an_idempotency_key_gets_its_own(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         first, second = [await client.generate("hello", timeout=5) for _ in range(2)]
         assert first.session_id != second.session_id
@@ -316,7 +316,7 @@ async def test_a_request_gets_a_key_of_its_own_unless_it_has_one(router: Scripte
     assert keys[2:] == ["mine", "mine"]
 
 
-async def test_log_probabilities_come_one_for_each_token(router: ScriptedRouter) -> None:
+async def test_each_token_has_one_log_probability_entry(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         assert (await client.generate("hello", timeout=5)).logprobs == ()
         own = await client.generate("hello", logprobs=0, timeout=5)

@@ -50,7 +50,7 @@ def quickly(short_pauses: None) -> None:
     ],
     ids=str,
 )
-async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
+async def test_a_call_that_breaks_anywhere_is_continued_by_another(
     router: ScriptedRouter, error: errors.OutriderError | grpc.StatusCode | None, after: int
 ) -> None:
     router.faults = iter([Fault(after, error)])
@@ -64,7 +64,9 @@ async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
 
 
 @pytest.mark.parametrize("after", [0, 3])
-async def test_what_somebody_cancelled_is_not_asked_for_again(router: ScriptedRouter, after: int) -> None:
+async def test_a_generation_cancelled_by_another_caller_is_not_requested_again(
+    router: ScriptedRouter, after: int
+) -> None:
     router.faults = iter([Fault(after, errors.Cancelled("the generation was cancelled while it waited for a slot"))])
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Cancelled, match="while it waited"):
@@ -91,7 +93,7 @@ async def test_a_resumed_call_sends_where_the_last_chunk_ended(router: ScriptedR
     ]
 
 
-async def test_a_call_that_breaks_after_every_chunk_comes_to_its_end(router: ScriptedRouter) -> None:
+async def test_a_call_that_breaks_after_every_chunk_still_finishes(router: ScriptedRouter) -> None:
     router.faults = itertools.repeat(Fault(2))
     async with outrider.AsyncClient(router.address) as client:
         chunks = await read(stream := client.stream("hello", timeout=5))
@@ -111,7 +113,7 @@ async def test_only_calls_in_a_row_that_bring_nothing_count(router: ScriptedRout
     assert tokens == [1, 2, 3, 4]
 
 
-async def test_tokens_that_come_from_the_log_come_in_one_chunk_whose_gaps_are_not_known(
+async def test_tokens_from_the_log_arrive_in_one_chunk_without_gaps(
     router: ScriptedRouter,
 ) -> None:
     router.faults = iter([Fault(2, logged=3)])
@@ -123,7 +125,7 @@ async def test_tokens_that_come_from_the_log_come_in_one_chunk_whose_gaps_are_no
     assert_whole(stream.result, chunks)
 
 
-async def test_what_breaks_before_it_started_is_asked_for_again_with_the_same_key(router: ScriptedRouter) -> None:
+async def test_a_call_that_breaks_before_its_start_is_repeated_with_the_same_key(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(0), Fault(0), Fault(0)])
     async with outrider.AsyncClient(router.address) as client:
         result = await client.generate("hello", timeout=5)
@@ -144,7 +146,7 @@ async def test_calls_that_bring_nothing_are_given_up_after_a_few(router: Scripte
     assert router.cancelled_sessions == []  # it can still be resumed by hand
 
 
-async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause(
+async def test_a_draining_router_is_no_failure_and_costs_no_backoff(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)
@@ -157,7 +159,9 @@ async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause
     assert stream.result.resumes == 2 + more
 
 
-async def test_moving_without_end_is_given_up(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generation_that_moves_endlessly_is_given_up(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_stream, "MOVE_PAUSE_S", 0.001)
     router.faults = itertools.repeat(Fault(1, errors.Moved("going down")))
     async with outrider.AsyncClient(router.address) as client:
@@ -198,7 +202,7 @@ async def test_a_stream_that_gave_up_can_be_resumed_by_hand(router: ScriptedRout
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("after", [0, 3])
-async def test_what_another_call_cannot_mend_is_raised_at_once(
+async def test_an_error_that_a_retry_cannot_repair_is_raised_at_once(
     router: ScriptedRouter, error: errors.OutriderError, after: int
 ) -> None:
     router.faults = iter([Fault(after, error)])
@@ -209,7 +213,7 @@ async def test_what_another_call_cannot_mend_is_raised_at_once(
     assert router.cancelled_sessions == []
 
 
-async def test_a_router_without_room_for_the_rest_is_called_again_after_its_retry_time(router: ScriptedRouter) -> None:
+async def test_an_overloaded_router_is_called_again_for_the_rest_after_its_retry_time(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3, errors.Overloaded("full", retry_after=0.2))])
     begin = time.monotonic()
     async with outrider.AsyncClient(router.address) as client:
@@ -222,7 +226,7 @@ async def test_a_router_without_room_for_the_rest_is_called_again_after_its_retr
     [(0, 0.0, None), (3, _router.LONGEST_WAIT_S + 1, None), (3, 5.0, 2.0)],
     ids=["before it started, without retries", "for too long", "beyond the timeout"],
 )
-async def test_a_router_that_has_no_room_is_the_callers_affair(
+async def test_an_overload_that_the_client_may_not_wait_for_is_raised(
     router: ScriptedRouter, after: int, retry_after: float, timeout: float | None
 ) -> None:
     router.faults = iter([Fault(after, errors.Overloaded("full", retry_after))])
@@ -235,7 +239,7 @@ async def test_a_router_that_has_no_room_is_the_callers_affair(
     assert len(router.requests) + len(router.resumes) == 1
 
 
-async def test_a_generation_that_there_is_no_room_for_is_sent_again_after_the_retry_time(
+async def test_a_request_refused_as_overloaded_is_sent_again_after_the_retry_time(
     router: ScriptedRouter,
 ) -> None:
     router.faults = iter([Fault(0, errors.Overloaded("full", retry_after=0.2)) for _ in range(2)])
@@ -249,7 +253,7 @@ async def test_a_generation_that_there_is_no_room_for_is_sent_again_after_the_re
     assert all(request == router.requests[0] for request in router.requests)
 
 
-async def test_coming_back_has_its_bounds(router: ScriptedRouter) -> None:
+async def test_retries_are_bounded(router: ScriptedRouter) -> None:
     router.faults = itertools.repeat(Fault(0, errors.Overloaded("full", retry_after=0.01)))
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Overloaded):
@@ -262,7 +266,7 @@ async def test_coming_back_has_its_bounds(router: ScriptedRouter) -> None:
     assert len(router.requests) == 2 + _router.RETRIES
 
 
-def test_no_two_callers_come_back_together() -> None:
+def test_retry_times_are_jittered() -> None:
     pauses = {_router.jittered(2.0) for _ in range(100)}
     assert len(pauses) == 100
     assert all(2.0 <= pause <= 3.0 for pause in pauses)
@@ -294,7 +298,9 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return pausing
 
 
-async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_during_a_backoff_ends_the_call_at_once(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pausing = long_pauses(monkeypatch)
     router.faults = iter([Fault(2)])
     async with outrider.AsyncClient(router.address) as client:
@@ -309,7 +315,7 @@ async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, mon
     assert (router.cancelled_sessions, router.resumes) == (["session-1"], [])
 
 
-async def test_closing_the_client_during_a_pause_ends_it_at_once(
+async def test_closing_the_client_during_a_backoff_ends_the_call_at_once(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pausing = long_pauses(monkeypatch)
@@ -338,7 +344,7 @@ async def test_a_task_that_is_cancelled_during_a_pause_stays_cancelled(
         assert router.cancelled_sessions == ["session-1"]
 
 
-async def test_leaving_the_loop_of_a_resumed_stream_cancels_it(router: ScriptedRouter) -> None:
+async def test_leaving_the_loop_of_a_resumed_stream_cancels_the_generation(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3)])
     async with outrider.AsyncClient(router.address) as client:
         async for chunk in client.stream("endless"):
@@ -349,7 +355,7 @@ async def test_leaving_the_loop_of_a_resumed_stream_cancels_it(router: ScriptedR
     assert len(router.resumes) == 1
 
 
-async def test_a_generation_that_somebody_else_cancelled_ends_with_what_there_was(router: ScriptedRouter) -> None:
+async def test_a_generation_cancelled_by_another_client_ends_with_its_tokens_so_far(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client, outrider.AsyncClient(router.address) as other:
         stream = client.stream("endless")
         reader = asyncio.create_task(read(stream))
@@ -360,7 +366,7 @@ async def test_a_generation_that_somebody_else_cancelled_ends_with_what_there_wa
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
 
 
-async def test_resume_from_the_start_gives_all_of_it(router: ScriptedRouter) -> None:
+async def test_resuming_from_the_start_gives_the_whole_answer(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         first = await client.generate("hello", timeout=5)
     async with outrider.AsyncClient(router.address) as another:
@@ -370,7 +376,7 @@ async def test_resume_from_the_start_gives_all_of_it(router: ScriptedRouter) -> 
     assert all(math.isnan(gap) for gap in again.result.gaps)
 
 
-async def test_a_resumed_stream_that_breaks_goes_on_from_where_it_was(router: ScriptedRouter) -> None:
+async def test_a_resumed_stream_that_breaks_continues_at_its_position(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3), Fault(1), Fault(1), Fault(2)])
     async with outrider.AsyncClient(router.address) as client:
         async for _ in (stream := client.stream("hello")):
@@ -382,7 +388,7 @@ async def test_a_resumed_stream_that_breaks_goes_on_from_where_it_was(router: Sc
     assert [(request.next_position, request.text_offset) for request in router.resumes[:3]] == [(3, 4)] * 3
 
 
-async def test_resuming_what_is_not_there_is_not_found(router: ScriptedRouter) -> None:
+async def test_resuming_an_unknown_session_is_not_found(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.NotFound, match="nobody"):
             await read(client.resume("nobody", timeout=5))
@@ -390,7 +396,7 @@ async def test_resuming_what_is_not_there_is_not_found(router: ScriptedRouter) -
 
 @pytest.mark.parametrize("field", ["generation", "next_position", "text_offset"])
 @pytest.mark.parametrize("value", [-1, 2**64])
-async def test_an_absurd_place_to_resume_from_is_refused_by_name(field: str, value: int) -> None:
+async def test_an_absurd_resume_position_is_refused_by_name(field: str, value: int) -> None:
     async with outrider.AsyncClient() as client:
         with pytest.raises(errors.InvalidRequest) as caught:
             client.resume("s", **{field: value})  # type: ignore[arg-type]
@@ -426,7 +432,7 @@ async def test_a_chunk_that_does_not_continue_the_answer_is_an_error_and_never_t
         assert await asyncio.to_thread(router.broken.wait, 5)
 
 
-async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_router_gets_its_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 0.5)  # six calls have to last longer than a start
     scripted = ScriptedRouter()
     address = f"127.0.0.1:{free_port()}"
@@ -446,7 +452,7 @@ async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back(mo
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
 
 
-async def test_a_stream_goes_on_at_the_next_router_of_several() -> None:
+async def test_a_stream_continues_at_the_next_of_several_routers() -> None:
     scripted = ScriptedRouter()
     first, second = free_port(), free_port()
     router = served(scripted, f"127.0.0.1:{first}")
@@ -488,7 +494,7 @@ async def test_a_connection_that_is_cut_costs_nothing_even_before_anything_came(
     assert stream.result.resumes
 
 
-async def test_a_question_whose_router_is_lost_is_asked_again(router: ScriptedRouter) -> None:
+async def test_a_request_whose_router_is_lost_is_sent_again(router: ScriptedRouter) -> None:
     async with FaultProxy(router.address) as proxy, outrider.AsyncClient(proxy.address) as client:
         await client.models(timeout=5)
         for _ in range(20):

@@ -26,7 +26,7 @@ TEXT = "".join(WORDS)
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
-def test_generate_stream_and_models(router: ScriptedRouter) -> None:
+def test_a_sync_client_generates_streams_and_lists_models(router: ScriptedRouter) -> None:
     with outrider.Client(router.address) as client:
         assert [model.name for model in client.models(timeout=5)] == ["toy"]
         assert client.generate("hello", seed=3, timeout=5).seed == 3

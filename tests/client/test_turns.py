@@ -10,7 +10,7 @@ from outrider import errors
 from tests.client.conftest import ScriptedRouter
 
 
-async def test_a_session_lives_over_its_turns_until_it_is_closed(router: ScriptedRouter) -> None:
+async def test_a_session_lasts_over_its_turns_until_it_is_closed(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         first = await client.generate("hello", timeout=5)
         second = await client.generate("and then?", session=first.session_id, timeout=5)
@@ -36,7 +36,7 @@ async def test_a_session_lives_over_its_turns_until_it_is_closed(router: Scripte
     assert router.closed_sessions == ["session-1"]
 
 
-async def test_another_past_names_the_session_that_it_forked_from(router: ScriptedRouter) -> None:
+async def test_a_differing_history_names_the_session_that_it_forked_from(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         first = await client.generate("hello", timeout=5)
         fork = await client.generate("other", session=first.session_id, whole_history=True, timeout=5)
@@ -77,6 +77,6 @@ def test_a_name_that_cannot_be_sent_is_refused_by_field(router: ScriptedRouter, 
     assert caught.value.field == ("model" if method == "create_session" else "session")
 
 
-def test_the_package_offers_what_the_client_offers() -> None:
+def test_the_package_exports_the_public_names_of_the_client() -> None:
     assert sorted(outrider.__all__) == sorted([*sdk.__all__, "errors"])
     assert all(getattr(outrider, name) is getattr(sdk, name) for name in sdk.__all__)

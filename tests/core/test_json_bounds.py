@@ -39,7 +39,7 @@ def counted(value: Any) -> JsonCounts:
 
 
 @given(documents, st.booleans())
-def test_counts_are_those_of_a_parser(document: Any, ascii_only: bool) -> None:
+def test_counts_equal_those_of_a_parser(document: Any, ascii_only: bool) -> None:
     bounds = JsonBounds()
     bounds.check("x", json.dumps(document, ensure_ascii=ascii_only))
     assert bounds.counted == counted(document)
@@ -70,7 +70,7 @@ def test_the_error_names_the_member_of_the_body(body: str, member: str, what: st
         ("values", "[" + "1," * (MOST.values - 1) + "1]"),
     ],
 )
-def test_as_much_as_the_most_is_allowed_and_no_more(kind: str, text: str) -> None:
+def test_each_json_bound_admits_its_maximum_and_nothing_above(kind: str, text: str) -> None:
     bounds = JsonBounds()
     bounds.check("x", text)
     assert getattr(bounds.counted, kind) == getattr(MOST, kind)
@@ -87,7 +87,7 @@ def test_fields_of_a_request_count_together() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_any_text_of_four_mebibytes_is_counted_in_a_moment(unit: str) -> None:
+def test_four_mebibytes_of_any_json_are_counted_in_a_moment(unit: str) -> None:
     for head in ("", '{"a": "', '{"a": ['):
         text = head + unit * (4 * MIB // len(unit))
         began = time.process_time()

@@ -168,7 +168,9 @@ TEXT = torch.tensor([PROMPT + ANSWER])
         "all",
     ],
 )
-def test_the_processors_of_transformers_give_the_same(change: dict[str, Any], processors: list[Any]) -> None:
+def test_penalties_and_filters_equal_the_processors_of_transformers(
+    change: dict[str, Any], processors: list[Any]
+) -> None:
     sampler = Sampler(replace(PLAIN, **change), V, PROMPT + ANSWER, len(PROMPT))
     generator = np.random.default_rng(3)
     for _ in range(50):
@@ -206,7 +208,7 @@ def test_the_lowest_id_wins_a_tie_and_the_gap_is_the_lead() -> None:
         {"stop_ids": (V,)},
     ],
 )
-def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[str, Any]) -> None:
+def test_contracts_that_leave_no_token_of_the_vocabulary_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         replace(PLAIN, **change).check_vocabulary(V)
     replace(PLAIN, allowed_ids=(3,), stop_ids=(3,)).check_vocabulary(V)
@@ -216,7 +218,7 @@ def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[st
 
 
 @given(contracts, st.lists(st.integers(0, V + 9), min_size=1, max_size=12), st.lists(st.integers(0, V + 9), max_size=3))
-def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
+def test_ids_outside_the_vocabulary_do_not_change_the_others(
     contract: Contract, text: list[int], path: list[int]
 ) -> None:
     """Neither in the text nor in what the contract names."""
@@ -252,7 +254,7 @@ def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
         ({"logprobs": 0}, False),
     ],
 )
-def test_a_generation_is_drawn_by_a_seed_and_a_temperature_where_nothing_else_counts(
+def test_a_draw_of_seed_and_temperature_suffices_where_no_other_setting_counts(
     change: dict[str, Any], plain: bool
 ) -> None:
     contract = replace(PLAIN, choice=3, **change)
@@ -260,7 +262,7 @@ def test_a_generation_is_drawn_by_a_seed_and_a_temperature_where_nothing_else_co
     assert Sampler(contract, V, PROMPT, len(PROMPT)).draw(restricts=False) == expected
 
 
-def test_while_an_answer_may_not_end_yet_more_counts_than_a_seed_and_a_temperature() -> None:
+def test_min_tokens_keeps_a_draw_from_being_seed_and_temperature_alone() -> None:
     sampler = Sampler(replace(PLAIN, min_tokens=2, stop_ids=(6,)), V, PROMPT, len(PROMPT))
     for _ in range(2):
         assert sampler.draw(restricts=False) is None
@@ -270,7 +272,7 @@ def test_while_an_answer_may_not_end_yet_more_counts_than_a_seed_and_a_temperatu
     assert sampler.draw(restricts=False) is not None
 
 
-def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_is_committed(
+def test_prepared_noise_is_computed_once_and_dropped_below_the_committed_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     computed: list[int] = []
@@ -298,7 +300,7 @@ def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_
     assert computed == [5, 6, 7, 5, 6, 5]
 
 
-def test_what_is_chosen_at_a_node_is_chosen_by_its_own_noise() -> None:
+def test_a_token_at_a_node_is_chosen_by_the_noise_of_its_position() -> None:
     sampler, flat = Sampler(PLAIN, V, PROMPT, len(PROMPT)), np.zeros(V, np.float32)
     best = [int(gumbel_row(5, 0, position, V).argmax()) for position in (5, 6, 7)]
     assert len(set(best)) == 3
@@ -312,21 +314,21 @@ def test_log_probabilities_are_of_the_token_that_was_chosen() -> None:
     assert Sampler(PLAIN, V, PROMPT, len(PROMPT)).choose(logits).logprobs == b""
 
 
-def test_probabilities_sum_to_one_and_at_temperature_0_all_is_the_first_of_the_likeliest() -> None:
+def test_probabilities_sum_to_one_and_greedy_ones_are_one_hot() -> None:
     logits = np.array([0.0, 2.0, 2.0, 1.0], np.float32)
     warm = Sampler(replace(PLAIN, banned_ids=(3,)), 4, [0], 1).probabilities(logits)
     assert warm == pytest.approx(np.array([1.0, math.exp(2), math.exp(2), 0.0]) / (1 + 2 * math.exp(2)))
     assert Sampler(replace(PLAIN, temperature=0.0), 4, [0], 1).probabilities(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_probabilities_are_those_at_the_node_and_finite_however_large_the_logits_are() -> None:
+def test_probabilities_follow_the_nodes_path_and_stay_finite_for_large_logits() -> None:
     logits = np.array([800.0, 799.0], np.float32)
     sampler = Sampler(replace(PLAIN, presence_penalty=1.0), 2, [0], 1)
     assert sampler.probabilities(logits) == pytest.approx([math.e / (1 + math.e), 1 / (1 + math.e)])
     assert sampler.probabilities(logits, [0]) == pytest.approx([0.5, 0.5])
 
 
-def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_needed() -> None:
+def test_top_p_prefers_lower_ids_among_equal_scores_and_keeps_all_if_needed() -> None:
     scores = np.where(np.arange(1000) % 3 == 0, -50.0, 0.0)
     alike = np.flatnonzero(scores == 0.0)
     keep_top_p(scores, 0.5)
@@ -352,7 +354,7 @@ def test_the_best_are_in_order_of_scores_then_ids_without_any_that_may_not_be_ch
     assert theirs.dtype == kind
 
 
-def test_what_leads_at_a_node_follows_its_path() -> None:
+def test_the_leading_tokens_at_a_node_follow_its_path() -> None:
     contract = replace(PLAIN, presence_penalty=5.0)
     sampler = Sampler(contract, V, [1, 2], 1, compiled=False)
     logits = np.zeros(V, np.float32)
@@ -365,7 +367,7 @@ def test_what_leads_at_a_node_follows_its_path() -> None:
     assert sampler.leading(logits, [3], 1, noised=False)[0].tolist() == [7]
 
 
-def test_where_a_model_gives_no_numbers_a_token_that_may_be_chosen_is_chosen() -> None:
+def test_a_row_of_nans_gives_an_allowed_token() -> None:
     contract = replace(PLAIN, stop_ids=(0,), min_tokens=2)
     sampler, nothing = Sampler(contract, V, [1, 2], 1, compiled=False), np.full(V, np.nan, np.float32)
     for path, token in (([], 1), ([5], 0)):  # the answer has a token; with two it may stop

@@ -58,7 +58,7 @@ def test_every_role_is_deployed_once(overlay: str) -> None:
 
 
 @each_server
-def test_a_command_line_is_one_that_the_server_takes(
+def test_every_command_line_is_accepted_by_its_server(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = command(overlay, container, monkeypatch)
@@ -70,7 +70,7 @@ def test_a_command_line_is_one_that_the_server_takes(
 
 
 @each_server
-def test_the_environment_has_what_is_read_and_nothing_else(
+def test_an_environment_has_only_variables_that_are_read(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = " ".join([*container.get("command", []), *container["args"]])
@@ -88,7 +88,7 @@ def test_common_settings_are_read_by_every_server(overlay: str) -> None:
 
 
 @each_server
-def test_servers_listen_where_others_look_for_them(
+def test_servers_listen_on_the_ports_of_their_role(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = command(overlay, container, monkeypatch)
@@ -107,7 +107,7 @@ def test_servers_listen_where_others_look_for_them(
 
 
 @each_server
-def test_models_are_where_they_are_looked_for_and_the_router_knows_the_verifiers(
+def test_models_are_mounted_where_they_are_read_and_the_router_knows_the_verifiers(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = command(overlay, container, monkeypatch)
@@ -125,7 +125,7 @@ def test_models_are_where_they_are_looked_for_and_the_router_knows_the_verifiers
 
 
 @each_server
-def test_a_worker_has_the_threads_that_it_is_given_cpus_for(
+def test_a_cpu_worker_has_a_thread_for_each_of_its_cpus(
     overlay: str, pod: Pod, container: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = command(overlay, container, monkeypatch).section
@@ -204,6 +204,6 @@ def _group_size(overlay: str) -> int:
         ["gateway", "--listen=8000"],
     ],
 )
-def test_a_flag_or_value_that_is_none_is_noticed(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_flag_or_value_is_noticed(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((SystemExit, MISUSE)):
         parsed(given, {"REDIS_URL": "redis://x"}, monkeypatch)

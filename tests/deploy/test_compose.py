@@ -38,7 +38,7 @@ def test_servers_take_their_command_lines_and_read_their_environment(
     assert int(service["stop_grace_period"].removesuffix("s")) >= it.section.drain_s + 10
 
 
-def test_servers_are_found_where_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_servers_find_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {role: parsed(SERVICES[role]["command"], {"REDIS_URL": "redis://x"}, monkeypatch).section for role in ROLES}
     router, gateway = found["router"], found["gateway"]
     assert isinstance(router, RouterConfig)
@@ -74,7 +74,7 @@ def test_only_this_machine_is_let_in_and_servers_have_no_rights_to_spare() -> No
             assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
+def test_builds_mounts_and_dependencies_of_compose_services_exist() -> None:
     for name, service in SERVICES.items():
         assert set(service.get("depends_on", [])) <= SERVICES.keys()
         if "build" in service:
@@ -86,13 +86,13 @@ def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
             assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), f"{name}: {volume}"
 
 
-def test_what_watches_is_a_profile_of_its_own() -> None:  # bites: COMPOSE is the file that ships
+def test_observability_services_have_a_profile_of_their_own() -> None:  # bites: COMPOSE is the file that ships
     watching = {name for name, service in SERVICES.items() if service.get("profiles") == ["observability"]}
     assert watching == {"collector", "prometheus", "grafana"}
     assert not [name for name, service in SERVICES.items() if name not in watching and "profiles" in service]
 
 
-def test_images_have_versions_and_are_those_of_the_manifests() -> None:
+def test_compose_images_have_versions_and_equal_those_of_the_manifests() -> None:
     manifests = "".join(file.read_text(encoding="utf-8") for file in DEPLOY.glob("*/*/*.yaml"))
     for service in SERVICES.values():
         image = service["image"].replace("${REGISTRY-}", "").replace("${TAG:-0.1.0}", "0.1.0")

@@ -22,7 +22,7 @@ def test_making_the_dashboards_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("asked", queries(), ids=lambda asked: f"{asked.panel}: {asked.legend}")
-def test_a_panel_queries_metrics_and_labels_that_there_are(asked: Asked) -> None:
+def test_a_panel_queries_existing_metrics_and_labels(asked: Asked) -> None:
     labels = checker().labels(asked.query)
     named = set(re.findall(r"{{(\w+)}}", asked.legend))
     assert named <= labels
@@ -55,14 +55,14 @@ def test_a_dashboard_can_be_imported_anywhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", rules("alert"), ids=lambda rule: rule["alert"])
-def test_an_alert_queries_and_shows_only_what_there_is(rule: dict[str, Any]) -> None:
+def test_an_alert_queries_and_shows_only_existing_labels(rule: dict[str, Any]) -> None:
     labels = checker().labels(rule["expr"])
     assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= labels
     assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"}, {"severity": "info"})
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
 
 
-def test_every_alert_has_an_entry_and_every_entry_an_alert() -> None:
+def test_every_alert_is_documented_and_every_entry_is_an_alert() -> None:
     entries = dict(re.findall(r"^## (\w+)\n\n(.+?)(?=\n\n|\Z)", ALERTS, re.MULTILINE | re.DOTALL))
     alerts = {rule["alert"]: rule for rule in rules("alert")}
     assert list(entries) == list(alerts)
@@ -71,7 +71,7 @@ def test_every_alert_has_an_entry_and_every_entry_an_alert() -> None:
         assert len(entries[name].splitlines()) >= 3
 
 
-def test_what_is_recorded_is_used() -> None:
+def test_every_recording_rule_is_used() -> None:
     used = checker()
     for query in [*(asked.query for asked in queries()), *(rule["expr"] for rule in rules("alert"))]:
         used.labels(query)
@@ -92,7 +92,7 @@ def test_what_is_recorded_is_used() -> None:
         "rate(outrider_moves_total)",
     ],
 )
-def test_the_check_would_see_it(nonsense: str) -> None:
+def test_the_query_check_notices_nonsense(nonsense: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         checker().labels(nonsense)
 
@@ -103,7 +103,7 @@ def test_the_check_follows_labels_through_a_query() -> None:  # bites: of the ch
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
-def test_alerts_fire_when_they_should_and_not_before() -> None:
+def test_alerts_fire_in_time_and_not_before() -> None:
     done = subprocess.run(
         ["promtool", "test", "rules", ROOT / "tests" / "deploy" / "alerts.yaml"],
         capture_output=True,

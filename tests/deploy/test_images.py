@@ -25,7 +25,7 @@ def copied(stage: str) -> list[str]:
     return [source for words in lines for source in words[:-1]]
 
 
-def test_every_target_is_a_role_and_the_manifests_name_no_other() -> None:
+def test_every_build_target_is_a_role_and_manifests_name_no_other() -> None:
     assert [*stages()][-len(TARGETS) :] == ["router", "gateway", "verifier", "drafter", "trainer", "demo"]
     for overlay in OVERLAYS:
         for pod, container in servers(overlay):
@@ -43,7 +43,7 @@ def test_servers_run_as_the_user_that_the_pods_name(target: str) -> None:
     assert not any(line.startswith("ADD ") for line in instructions)
 
 
-def test_what_stages_are_made_from_and_copy_is_there() -> None:
+def test_bases_and_copied_stages_of_images_exist() -> None:
     for name, instructions in stages().items():
         base = instructions[0].split()[1]
         assert base in stages() or base.startswith("python:"), name
@@ -51,7 +51,7 @@ def test_what_stages_are_made_from_and_copy_is_there() -> None:
             assert source in stages()
 
 
-def test_what_is_copied_is_sent_to_the_builder_and_nothing_else_is() -> None:
+def test_the_build_context_has_exactly_the_copied_files() -> None:
     lines = IGNORED.read_text(encoding="utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
@@ -89,7 +89,7 @@ def test_routers_and_gateways_run_without_torch(target: str, module: str) -> Non
 
 
 @pytest.mark.parametrize("module", ["verifier_svc.server", "drafter_svc.server"])
-def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
+def test_workers_run_without_torch_unless_configured(module: str) -> None:
     assert "ARG EXTRAS=serve" in stages()["worker-packages"]
     assert not [need for need in PROJECT["project"]["optional-dependencies"]["serve"] if need.startswith("torch")]
     loading = "load_engine(Path('models/drafter'), dtype='bfloat16', slots=1, threads=1)"

@@ -119,7 +119,7 @@ def _is(peer: Manifest, other: Peer) -> bool:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_allowed_connections_are_those_of_the_design_and_no_others(overlay: str) -> None:
+def test_the_allowed_connections_are_exactly_those_of_the_design(overlay: str) -> None:
     assert graph(rendered(overlay)) == EXPECTED[overlay]
 
 
@@ -130,6 +130,6 @@ def test_an_arrow_that_is_allowed_at_one_end_alone_is_not_allowed() -> None:
         assert len(CORE - graph(without)) == lost
 
 
-def test_without_policies_strangers_are_let_in() -> None:
+def test_a_network_without_policies_admits_strangers() -> None:
     nothing = [it for it in rendered("cpu-demo") if it["kind"] != "NetworkPolicy"]
     assert ("elsewhere", "redis", 6379) in graph(nothing)

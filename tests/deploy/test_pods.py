@@ -63,7 +63,7 @@ def test_memory_is_set_aside_and_images_are_of_one_version(overlay: str, pod: Po
 
 
 @each_probed_pod
-def test_probes_ask_for_what_is_there(overlay: str, pod: Pod) -> None:
+def test_probes_ask_for_ports_and_services_that_exist(overlay: str, pod: Pod) -> None:
     (container,) = pod.containers
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         if kind == "startupProbe" and pod.component == "collector":
@@ -95,7 +95,7 @@ def test_servers_have_the_time_to_start_that_their_models_take(overlay: str, pod
 
 
 @each_server
-def test_servers_have_the_time_to_end_that_they_are_configured_to_take(overlay: str, pod: Pod) -> None:
+def test_pods_wait_for_the_drain_of_their_server(overlay: str, pod: Pod) -> None:
     assert pod.server is not None
     section = _command(overlay, pod.server).section
     drain = section.drain_s

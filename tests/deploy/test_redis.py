@@ -65,7 +65,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, s
         server.wait()
 
 
-def test_it_starts_with_its_passwords_and_its_settings_and_ends_at_a_signal(tmp_path: Path) -> None:
+def test_redis_starts_with_its_passwords_and_settings_and_ends_at_a_signal(tmp_path: Path) -> None:
     with running(tmp_path) as (server, found, operator):
         assert operator.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
         assert operator.config_get("appendonly") == {"appendonly": "yes"}
@@ -94,7 +94,7 @@ async def test_each_role_does_its_work_with_the_url_of_its_pods(tmp_path: Path) 
         assert denied(operator) == []
 
 
-def test_it_does_not_start_without_all_of_its_passwords(tmp_path: Path) -> None:
+def test_redis_does_not_start_without_all_of_its_passwords(tmp_path: Path) -> None:
     """A user with an empty password would let everybody in."""
     for number, name in enumerate(("REDISCLI_AUTH", *(f"{role.upper()}_PASSWORD" for role in ACL_ROLES))):
         (folder := tmp_path / str(number)).mkdir()
@@ -106,7 +106,7 @@ def test_it_does_not_start_without_all_of_its_passwords(tmp_path: Path) -> None:
             server.wait()
 
 
-async def test_with_tls_it_is_known_by_its_certificate_and_speaks_nothing_else(tmp_path: Path) -> None:
+async def test_redis_with_tls_is_known_by_its_certificate_and_refuses_plaintext(tmp_path: Path) -> None:
     """The server of Debian's redis-tools, for the wheel's speaks no TLS: of an older version, so one command less."""
     if shutil.which("redis-check-rdb") is None:
         pytest.skip("redis-tools are missing")
@@ -150,7 +150,7 @@ async def pinged(url: str) -> None:
                 return
 
 
-def test_its_rules_are_those_of_the_code() -> None:
+def test_the_start_script_has_the_acl_rules_of_the_code() -> None:
     lines = (DEPLOY / "components" / "redis" / "start.sh").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("user ")] == [
         f"user {user_name(role)} on >${{{role.upper()}_PASSWORD:?}} {rules(role)}" for role in ACL_ROLES

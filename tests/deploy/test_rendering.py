@@ -35,7 +35,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
     return rendered(request.param)
 
 
-def test_the_overlays_are_those_that_the_guide_describes() -> None:
+def test_the_guide_describes_every_overlay() -> None:
     assert set(OVERLAYS) == {"cpu-demo", "gpu", "kuberay", "learning", "observability"}
     assert [name for name in OVERLAYS if f"`{name}`" not in GUIDE] == []
 
@@ -45,7 +45,7 @@ def test_make_manifests_writes_every_overlay_and_finds_nothing_wrong(tmp_path: P
     assert {file.stem for file in tmp_path.iterdir()} == set(OVERLAYS)
 
 
-def test_every_kind_has_a_schema_that_refuses_what_is_wrong() -> None:
+def test_every_kind_has_a_schema_that_refuses_a_wrong_value() -> None:
     ours = [manifest for name in OVERLAYS for manifest in rendered(name)]
     assert {file.stem for file in SCHEMAS.iterdir()} <= SPOILED.keys()
     for kind, (path, value) in SPOILED.items():
@@ -68,7 +68,7 @@ def test_names_are_unique_and_everything_is_in_one_namespace(overlay: list[Manif
     assert of_kind(overlay, "Namespace").keys() == {"outrider"}
 
 
-def test_what_pods_refer_to_is_there_or_is_asked_of_the_operator(overlay: list[Manifest]) -> None:
+def test_secrets_and_volumes_of_pods_exist_or_are_asked_of_the_operator(overlay: list[Manifest]) -> None:
     made = {it["spec"]["secretName"] for it in of_kind(overlay, "Certificate").values()}
     secrets = of_kind(overlay, "Secret").keys() | made
     asked = {name for name, _ in SECRETS}
@@ -107,7 +107,7 @@ def test_a_component_that_nothing_uses_is_not_kept() -> None:
         assert f"../../components/{component.name}" in used
 
 
-def test_what_does_not_render_is_an_error(tmp_path: Path) -> None:
+def test_a_kustomization_that_does_not_render_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(DEPLOY / "base", tmp_path / "base")
     (tmp_path / "base" / "network.yaml").unlink()
     with pytest.raises(AssertionError, match=r"network\.yaml"):

@@ -64,12 +64,12 @@ def test_requests_that_wait_add_verifiers_and_never_take_some_away() -> None:
             assert wanted(verifiers, running=verifiers * SLOTS, waiting=waiting) >= verifiers
 
 
-def test_a_load_that_fits_keeps_what_there_is() -> None:
+def test_a_load_that_fits_keeps_the_number_of_verifiers() -> None:
     assert wanted(4, running=48, waiting=0) == 4
     assert wanted(4, running=46, waiting=0) == 4
 
 
-def test_places_that_are_free_are_given_back_down_to_the_least() -> None:
+def test_free_slots_scale_verifiers_down_to_the_minimum() -> None:
     assert wanted(8, running=40, waiting=0) == 4
     assert wanted(8, running=0, waiting=0) == 2
 
@@ -78,19 +78,19 @@ def test_a_verifier_that_starts_is_not_asked_for_twice() -> None:
     assert wanted(4, running=64, waiting=8, replicas=6) == 6
 
 
-def test_the_most_is_kept_to() -> None:
+def test_scaling_stops_at_the_maximum() -> None:
     assert wanted(8, running=128, waiting=400) == 8
 
 
 @pytest.mark.parametrize("lost", ["outrider_sessions", "outrider_slots", "outrider_queue_depth"])
-def test_figures_that_are_not_there_are_no_load_of_zero(lost: str) -> None:
+def test_missing_figures_do_not_count_as_a_load_of_zero(lost: str) -> None:
     (trigger,) = scaled()["triggers"]
     series: Series = {"outrider_sessions": [8.0], "outrider_slots": [16.0], "outrider_queue_depth": [0.0]}
     assert evaluated(promql.parse(trigger["metadata"]["query"]), series | {lost: []}) is None
     assert trigger["metadata"]["ignoreNullValues"] == "false"  # KEDA takes it for a failure then, and not for 0
 
 
-def test_without_prometheus_none_is_taken_away() -> None:
+def test_verifiers_are_not_scaled_down_without_prometheus() -> None:
     fallback = scaled()["fallback"]
     assert fallback["behavior"] == "currentReplicasIfHigher"
     assert fallback["replicas"] == scaled()["minReplicaCount"]

@@ -66,7 +66,7 @@ def _page(address: str) -> str:
         return str(answer.read().decode())
 
 
-async def test_all_that_is_asked_for_is_there(scraped: Scraped) -> None:
+async def test_every_metric_in_a_query_is_scraped_with_its_labels(scraped: Scraped) -> None:
     checks = checker()
     for query in [
         *(asked.query for asked in queries()),
@@ -80,7 +80,7 @@ async def test_all_that_is_asked_for_is_there(scraped: Scraped) -> None:
         assert all(labels <= expected for labels in scraped[name]), name
 
 
-async def test_all_that_is_exposed_is_known(scraped: Scraped) -> None:
+async def test_every_scraped_metric_is_in_the_catalogue(scraped: Scraped) -> None:
     """The catalogue that queries are checked against is what pages show."""
     known = checker().series.keys() | {"target_info"}
     assert {name for name in scraped if not name.endswith("_created")} <= known

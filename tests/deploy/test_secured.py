@@ -54,7 +54,9 @@ def test_callers_need_keys_but_at_a_demo(overlay: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_tenants_who_teach_and_load_are_named(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_that_may_give_samples_and_load_adapters_are_named(
+    overlay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router = section(overlay, "router", monkeypatch)
     assert "*" not in (*router.teaches, *router.adapter_loaders, *router.adapter_publishers)
     trained = any(pod.component == "trainer" for pod in pods(rendered(overlay)))
@@ -62,7 +64,7 @@ def test_tenants_who_teach_and_load_are_named(overlay: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("overlay", SECURED)
-def test_every_server_speaks_tls_but_at_a_demo(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_server_outside_the_demo_speaks_tls(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for role in ("router", "verifier", "drafter", "gateway"):
         found = section(overlay, role, monkeypatch)
         assert found.cert == Path("/tls/tls.crt"), role
@@ -115,7 +117,7 @@ def test_redis_has_passwords_of_the_operator_s_a_user_for_each_role_and_tls_but_
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_pods_write_to_their_nodes_is_bounded(overlay: str) -> None:
+def test_the_disk_that_a_pod_writes_is_bounded(overlay: str) -> None:
     for pod in pods(rendered(overlay)):
         bounds = [bytes_of(container["resources"]["limits"]["ephemeral-storage"]) for container in pod.containers]
         for volume in pod.spec.get("volumes", []):
@@ -125,7 +127,7 @@ def test_what_pods_write_to_their_nodes_is_bounded(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_router_has_memory_beside_what_its_processes_for_templates_and_grammars_may_take(
+def test_a_router_has_memory_beyond_its_template_and_grammar_processes(
     overlay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = section(overlay, "router", monkeypatch)
@@ -135,7 +137,7 @@ def test_a_router_has_memory_beside_what_its_processes_for_templates_and_grammar
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_image_can_be_named_by_its_digest(overlay: str, tmp_path: Path) -> None:
+def test_every_image_can_be_pinned_by_digest(overlay: str, tmp_path: Path) -> None:
     """In an overlay of one's own, with the entries that the guide shows."""
     named = {*re.findall(r"- \{name: (\S+), .*digest: ", GUIDE), DEMO_IMAGE}
     images = {image(container) for pod in pods(rendered(overlay)) for container in pod.containers}

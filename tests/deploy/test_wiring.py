@@ -41,7 +41,7 @@ def selected(overlay: str, selector: Manifest) -> list[Pod]:
     return [pod for pod in pods(rendered(overlay)) if selects(selector, pod.labels)]
 
 
-def test_workloads_select_their_own_pods_and_no_others(overlay: str) -> None:
+def test_workloads_select_exactly_their_own_pods(overlay: str) -> None:
     for kind in ("Deployment", "StatefulSet"):
         for name, it in of_kind(rendered(overlay), kind).items():
             assert [pod.owner for pod in selected(overlay, it["spec"]["selector"])] == [f"{kind}/{name}"]
@@ -64,7 +64,7 @@ def test_names_that_controllers_give_services_are_not_taken(overlay: str) -> Non
     assert not services & {f"{name}-head-svc" for name in of_kind(rendered(overlay), "RayCluster")}
 
 
-def test_every_role_has_a_budget_that_leaves_somebody_and_keeps_no_node_for_ever(overlay: str) -> None:
+def test_every_disruption_budget_keeps_a_pod_and_blocks_no_node_for_ever(overlay: str) -> None:
     budgets = of_kind(rendered(overlay), "PodDisruptionBudget")
     assert budgets.keys() == {*ROLES}
     for name, it in budgets.items():
@@ -77,7 +77,7 @@ def test_every_role_has_a_budget_that_leaves_somebody_and_keeps_no_node_for_ever
             assert it["spec"]["maxUnavailable"] in (1, "50%")
 
 
-def test_deployments_start_the_new_one_first_unless_it_would_need_a_spare_gpu(overlay: str) -> None:
+def test_deployments_start_a_new_pod_first_unless_it_needs_a_spare_gpu(overlay: str) -> None:
     for pod, container in servers(overlay):
         kind, _, name = pod.owner.partition("/")
         if kind == "Deployment":
@@ -98,7 +98,7 @@ def test_prometheus_finds_the_metrics_of_every_role(overlay: str) -> None:
         assert service["metadata"]["labels"][it["spec"]["jobLabel"]] == name
 
 
-def test_alerts_and_dashboards_are_the_ones_that_we_have(overlay: str) -> None:
+def test_deployed_alerts_and_dashboards_equal_the_sources(overlay: str) -> None:
     watched = overlay in WATCHED
     rules = of_kind(rendered(overlay), "PrometheusRule").values()
     ours = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def test_alerts_and_dashboards_are_the_ones_that_we_have(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["gpu", "kuberay"])
-def test_verifiers_are_scaled_by_places_and_drafters_by_verifiers(overlay: str) -> None:
+def test_verifiers_scale_by_slots_and_drafters_by_verifiers(overlay: str) -> None:
     manifests = rendered(overlay)
     scalers = of_kind(manifests, "ScaledObject")
     assert scalers.keys() == ({"verifier", "drafter"} if overlay == "gpu" else {"drafter"})
@@ -158,7 +158,7 @@ def test_certificates_have_the_names_of_their_roles_where_servers_look_for_them(
         assert files == {f"{mount['mountPath']}/{name}" for name in ("ca.crt", "tls.crt", "tls.key")}
 
 
-def test_redis_keeps_what_is_written_to_it(overlay: str) -> None:
+def test_redis_persists_its_writes(overlay: str) -> None:
     manifests = rendered(overlay)
     settings = dict(
         line.split(" ", 1) for line in of_kind(manifests, "ConfigMap")["redis"]["data"]["redis.conf"].splitlines()

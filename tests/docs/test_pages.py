@@ -71,14 +71,14 @@ def test_a_setting_that_is_wrong_is_found(text: str, sandbox: Sandbox) -> None:
         check_toml(text, sandbox)
 
 
-def test_what_is_not_run_has_a_reason_and_is_little() -> None:
+def test_every_block_that_is_not_run_has_a_reason_and_their_number_is_bounded() -> None:
     excused = [block for name in NAMES for block in blocks(name) if block.excuse]
     assert len(excused) <= EXCUSED
     assert all(len(block.excuse.split()) > 2 for block in excused)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_to_type_hides_from_the_tests(name: str) -> None:
+def test_every_command_on_a_page_stands_in_a_fence(name: str) -> None:
     assert not re.findall(r"^ {4}(?:make|outrider|pip|python|pytest) .*", prose(name), re.MULTILINE), "fence it"
     assert all(block.language for block in blocks(name)), "a fence names its language"
 

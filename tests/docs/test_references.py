@@ -66,7 +66,7 @@ def test_everything_public_of_the_sdk_is_in_its_reference_and_described() -> Non
     assert "ForwardRef" not in shown
 
 
-def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
+def test_the_layers_on_the_page_equal_the_checked_ones() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     shown = [re.split(r"[\s|:]+", line) for line in text.partition("```text\n")[2].partition("```")[0].splitlines()]
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"][
@@ -104,7 +104,7 @@ def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
             assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help describes it"
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
+def test_every_test_named_on_a_page_exists() -> None:
     named = 0
     for file in (ROOT / "docs").rglob("*.md"):
         for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", file.read_text(encoding="utf-8")):

@@ -35,7 +35,7 @@ def test_eagle_2_sends_its_best_nodes_when_the_tree_is_complete_and_not_before()
     assert isinstance(rig.session.construction, Eagle2)
 
 
-def test_a_chain_stays_a_chain_and_a_commit_prolongs_it() -> None:
+def test_a_chain_stays_a_chain_and_grows_after_a_commit() -> None:
     rig = Rig(PLAN, seed=2, tree="chain")
     while rig.level():
         pass
@@ -57,7 +57,7 @@ def test_a_drawn_tree_takes_the_shape_of_its_construction() -> None:
     assert shape_of(rig.upstream) == k_ary_shape(2, nodes=9, depth=3)
 
 
-def test_while_the_upstream_waits_a_drawn_tree_is_as_deep_as_pays() -> None:
+def test_a_drawn_tree_is_shallower_the_more_the_upstreams_wait_costs() -> None:
     depths = []
     for time_price in (0.0, 30.0, 300.0):
         rig = DrawnRig()

@@ -24,7 +24,7 @@ from outrider.engine.gpu import DeviceEngine
 from outrider.engine.growth import GrownLevel
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)
@@ -134,7 +134,7 @@ def check_candidates(engine: Counted, rig: Rig) -> None:
     [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "logit_bias": {3: 2.0}}],
     ids=str,
 )
-async def test_trees_are_the_same_whoever_chooses_their_levels(
+async def test_trees_grown_by_the_engine_equal_trees_grown_by_the_session(
     terms: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "GROWN_S", 10.0)  # a CPU's levels are slow

@@ -95,7 +95,7 @@ async def test_the_latest_that_was_not_withdrawn_is_drafted_with_and_at_last_the
     assert (rig.hot_reload.number, rig.hot_reload.swaps, rig.hot_reload.rollbacks) == (0, 4, 2)
 
 
-async def test_other_weights_than_were_published_are_not_drafted_with(rig: Rig) -> None:
+async def test_a_version_whose_weights_do_not_match_is_not_used(rig: Rig) -> None:
     """The folder has been written over, or is not there as a whole yet."""
     await rig.publish(1)
     await rig.publish(2, weights="00" * 16)
@@ -103,7 +103,7 @@ async def test_other_weights_than_were_published_are_not_drafted_with(rig: Rig) 
     assert rig.scheduler.folders == [rig.folders[1]]
 
 
-async def test_what_redis_has_forgotten_changes_nothing(rig: Rig) -> None:
+async def test_a_version_that_redis_lost_stays_in_use(rig: Rig) -> None:
     await rig.publish(1)
     await rig.hot_reload.poll()
     await rig.redis.flushall()

@@ -193,7 +193,7 @@ class Rig:
             self.running.cancel()
 
 
-async def test_whatever_is_committed_rows_hold_their_own_tokens() -> None:
+async def test_kv_rows_hold_their_own_tokens_after_any_commit() -> None:
     rig, chance = Rig(), np.random.default_rng(2)
     with rig.at_work():
         rig.open()
@@ -235,7 +235,7 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
         await rig.running
 
 
-async def test_a_session_takes_the_text_that_it_shares_from_one_that_is_drafted_for() -> None:
+async def test_a_session_copies_a_shared_prefix_from_a_running_session() -> None:
     rig = Rig()
     keys = [Attachment("first", "a", 1, b"", 2), Attachment("second", "a", 1, b"", 3)]
     with rig.at_work():
@@ -248,7 +248,7 @@ async def test_a_session_takes_the_text_that_it_shares_from_one_that_is_drafted_
         await rig.running
 
 
-async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_draft_for_a_session_that_ended_during_the_pass_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun anew by then, over another text."""
     monkeypatch.setattr(executor, "INLINE_S", 0.0)  # the pass takes as long as the test wants
     rig = Rig()
@@ -271,7 +271,7 @@ async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent(m
         await rig.running
 
 
-async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
+async def test_a_drifted_mirror_is_not_drafted_for() -> None:
     rig = Rig()
     with rig.at_work():
         rig.scheduler.opened(KEY, MirrorSnapshot(TEXT, extend(EMPTY, TEXT) ^ 1, *TERMS))
@@ -292,7 +292,7 @@ async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
         await rig.running
 
 
-async def test_sessions_that_there_is_too_little_memory_for_draft_one_after_the_other(
+async def test_sessions_draft_one_after_the_other_when_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=18))
@@ -311,7 +311,7 @@ async def test_sessions_that_there_is_too_little_memory_for_draft_one_after_the_
     assert rig.lost == 0
 
 
-async def test_the_last_session_s_kv_goes_first_and_it_reads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_sessions_kv_is_evicted_first_and_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=14))
     rig, last = Rig(), Attachment("last", "", 2, b"", 1)
     rig.open([index % 7 for index in range(60)])

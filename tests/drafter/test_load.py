@@ -23,7 +23,7 @@ async def _no_keys() -> dict[bytes, float]:
 KEYS = TicketVerifier(_no_keys, time.time)
 
 
-def test_a_drafter_is_loaded_as_its_section_configures_it() -> None:
+def test_a_drafter_is_loaded_with_the_settings_of_its_section() -> None:
     whole = load_part(DrafterConfig(model=TARGET))
     exit_3 = load_part(DrafterConfig(model=TARGET, dtype="int8", layers=3))
     skipped = load_part(DrafterConfig(model=TARGET, dtype="int8", skip=(5, 1, 2)))
@@ -41,7 +41,7 @@ async def test_the_registry_receives_the_checkpoints_name_and_the_parameters_tha
     assert servicer.describe("127.0.0.1:1").model == "half"
 
 
-def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_would() -> None:
+def test_a_drafter_without_a_model_reads_no_weights_and_accepts_the_models_targets() -> None:
     servicer = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
     worker = servicer.describe("127.0.0.1:1")
     assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(servicer.scheduler.members))
@@ -60,12 +60,12 @@ def test_a_model_that_cannot_grow_a_tree_is_refused_with_the_reason(tmp_path: Pa
         load_part(config)
 
 
-def test_one_of_another_family_drafts(tmp_path: Path) -> None:
+def test_a_model_of_another_family_drafts(tmp_path: Path) -> None:
     engine = load_part(DrafterConfig(model=make_family(tmp_path, "gpt2"), dtype="float32", slots=3))
     assert (type(engine).__name__, engine.slots, engine.vocabulary) == ("TransformersEngine", 3, 131)
 
 
-def test_without_its_model_only_the_configuration_is_read(tmp_path: Path) -> None:
+def test_a_drafter_without_its_model_reads_only_the_configuration(tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2")
     (folder / "model.safetensors").unlink()
     servicer = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")

@@ -74,7 +74,7 @@ def update(whole: list[int], new: int, **changes: object) -> MirrorUpdate:
     return MirrorUpdate(**(fields | changes))  # type: ignore[arg-type]
 
 
-async def test_it_sends_what_followed_and_goes_on_with_every_commit() -> None:
+async def test_the_ngram_drafter_sends_a_continuation_and_extends_it_with_every_commit() -> None:
     upstream, session = Upstream(), key()
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     await upstream.settle()
@@ -104,7 +104,7 @@ async def test_it_sends_what_followed_and_goes_on_with_every_commit() -> None:
     assert not upstream.lost
 
 
-async def test_what_the_grammar_forbids_is_not_proposed() -> None:
+async def test_a_token_forbidden_by_the_grammar_is_not_proposed() -> None:
     folder = Path(__file__).parents[2] / "models" / "target"
     tokenizer, grammars = Tokenizer.from_file(str(folder / "tokenizer.json")), GrammarCompiler(folder, 4096, [0])
     prompt = tokenizer.encode("def one(self):\n    return 1\n\ndef one(self").ids
@@ -129,7 +129,7 @@ async def test_what_the_grammar_forbids_is_not_proposed() -> None:
     assert "r" not in tokenizer.decode(upstream.sent[-1][1].tokens)
 
 
-async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
+async def test_the_ngram_drafter_rests_at_a_min_path_score_of_1_or_no_depth() -> None:
     upstream = Upstream()
     upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, terms=SentTerms(1.0)))
     upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, plan=Plan(version=1, depth=0)))
@@ -138,7 +138,7 @@ async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
     assert all(delta.tokens == () for _, delta, _ in upstream.sent)
 
 
-async def test_credit_and_price_bound_what_it_sends() -> None:
+async def test_credit_and_min_path_score_bound_the_drafted_nodes() -> None:
     upstream = Upstream()
     upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, credit=2))
     upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, terms=SentTerms(0.9999)))
@@ -173,7 +173,7 @@ async def test_a_copy_that_drifted_is_given_up_for_a_snapshot() -> None:
     assert upstream.sent[-1][1].tokens[0] == 4
 
 
-async def test_what_an_upstream_sends_without_end_is_bounded_and_all_is_asked_for_anew() -> None:
+async def test_a_flood_of_updates_is_bounded_and_ends_in_a_new_snapshot() -> None:
     upstream, session = Upstream(), key()
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     for _ in range(3 * MAX_QUEUED):
@@ -185,7 +185,7 @@ async def test_what_an_upstream_sends_without_end_is_bounded_and_all_is_asked_fo
     assert upstream.sent
 
 
-async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered() -> None:
+async def test_a_long_prompt_is_read_in_parts_between_other_sessions() -> None:
     upstream = Upstream()
     upstream.scheduler.opened(key("long"), upstream.snapshot([*range(4 * CHUNK)] * 2))
     upstream.scheduler.opened(key("short"), upstream.snapshot(TEXT))
@@ -194,7 +194,7 @@ async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered(
     assert upstream.sent[1][1].tokens == (0, 1, 2, 3, 4, 5)
 
 
-async def test_more_sessions_than_slots_are_passed_over_and_an_ended_answer_is_kept_for_its_tenant() -> None:
+async def test_sessions_beyond_the_slots_are_skipped_and_an_ended_answer_stays_its_tenants() -> None:
     upstream, first = Upstream(slots=1), key("a", "t")
     upstream.scheduler.opened(first, upstream.snapshot([1, 2, 40, 41, 42, 43, 44], answer_position=2))
     upstream.scheduler.opened(key("b", "t"), upstream.snapshot(TEXT))
@@ -210,7 +210,7 @@ async def test_more_sessions_than_slots_are_passed_over_and_an_ended_answer_is_k
 
 
 @pytest.mark.parametrize("dropped", [(1,), (2,)])
-async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) -> None:
+async def test_a_node_dropped_by_the_upstream_is_no_longer_proposed(dropped: tuple[int, ...]) -> None:
     upstream, session = Upstream(), key()
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     await upstream.settle()
@@ -221,7 +221,7 @@ async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) 
     assert again.tokens == (1, 2, 3, 4, 5, 6)[dropped[0] - 1 :]
 
 
-async def test_what_a_larger_target_generated_before_is_not_drafted_for_a_smaller_one() -> None:
+async def test_an_answer_of_a_larger_vocabulary_is_cut_for_a_smaller_target() -> None:
     upstream, first = Upstream(), key("a", "t")
     upstream.scheduler.opened(
         first, upstream.snapshot([1, 2, 40, 41, 42, 99, 44, 45], answer_position=2, unpadded_vocabulary=100)

@@ -25,7 +25,7 @@ from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.candidates import row_candidates
 from outrider.engine.interface.logits import BestTokens, HostLogits, LogitsRow, logits_rows
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import taped
 from tests.engine.small_checkpoints import pad_vocabulary
 
@@ -93,7 +93,9 @@ TERMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_what_a_larger_drafter_sends_is_what_one_of_the_target_s_size_sends(terms: dict[str, Any], heads: bool) -> None:
+def test_a_drafter_with_more_padding_sends_the_nodes_of_one_of_the_targets_size(
+    terms: dict[str, Any], heads: bool
+) -> None:
     contract = Contract(seed=4, max_tokens=100, **terms)
     commits = [(5, 9), (60,), (1, 5, 9, 60)]
     expected = drafted(begun(contract, drafter=SHARED, target=SHARED, heads=heads), SHARED, commits)
@@ -118,9 +120,7 @@ NAMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("terms", NAMED, ids=str)
-def test_a_smaller_drafter_goes_on_whatever_the_target_commits_and_the_contract_names(
-    terms: dict[str, Any], heads: bool
-) -> None:
+def test_a_smaller_drafter_drafts_on_past_ids_that_it_lacks(terms: dict[str, Any], heads: bool) -> None:
     prompt, commits = (3, FOREIGN[0], 4, FOREIGN[1], 5), [(5, FOREIGN[2]), (FOREIGN[0],), (1, 5, FOREIGN[1], 5)]
     contract = Contract(seed=4, max_tokens=100, **terms)
     deltas = drafted(begun(contract, drafter=SHARED, target=PADDED, heads=heads, prompt=prompt), SHARED, commits)
@@ -143,7 +143,7 @@ def test_a_smaller_drafter_goes_on_whatever_the_target_commits_and_the_contract_
 
 
 @pytest.mark.parametrize("rule", DRAWN)
-def test_q_is_a_distribution_over_what_both_have(rule: str) -> None:
+def test_q_is_a_distribution_over_the_ids_that_both_models_have(rule: str) -> None:
     contract = Contract(seed=4, max_tokens=100, rule=rule)
     session = begun(contract, drafter=PADDED, target=SHARED)
     for delta in drafted(session, PADDED, []):
@@ -154,7 +154,7 @@ def test_q_is_a_distribution_over_what_both_have(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["shared-noise", "traversal-verification"])
-def test_a_drafter_that_has_nothing_of_what_is_allowed_rests(rule: str) -> None:
+def test_a_drafter_without_any_allowed_id_rests(rule: str) -> None:
     for terms in ({"allowed_ids": FOREIGN}, {"banned_ids": tuple(range(SHARED))}):
         session = begun(Contract(seed=4, max_tokens=100, rule=rule, **terms), drafter=SHARED, target=PADDED)
         deltas = drafted(session, SHARED, [(FOREIGN[0],), (FOREIGN[1],)])
@@ -172,7 +172,7 @@ def test_hints_of_ids_that_a_drafter_lacks_are_drafted_below() -> None:
     assert max(hinted.children) < SHARED
 
 
-def test_what_repeats_is_guessed_up_to_what_the_drafter_lacks() -> None:
+def test_a_repetition_is_proposed_up_to_the_first_id_that_the_drafter_lacks() -> None:
     prompt = (1, 2, 3, 4, FOREIGN[0], 6, 7, 1, 2)
     for drafter, expected in ((PADDED, [3, 4, FOREIGN[0], 6, 7]), (SHARED, [3, 4])):
         session = begun(Contract(seed=4, max_tokens=100), drafter=drafter, target=PADDED, prompt=prompt)
@@ -181,7 +181,7 @@ def test_what_repeats_is_guessed_up_to_what_the_drafter_lacks() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_best(
+def test_rows_whose_best_ids_include_padding_are_ranked_again_by_the_session(
     temperature: float, tmp_path: Path
 ) -> None:
     target = 16

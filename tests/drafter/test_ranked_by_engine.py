@@ -18,7 +18,7 @@ from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import HostLogits, Logits, logits_rows
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.gpu.taped import taped
 
 TEXT = (1, 2, 3, 1, 2, 3, 1)
@@ -78,7 +78,7 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
         ({"temperature": 1.0, "presence_penalty": 0.5}, True),
     ],
 )
-def test_trees_are_the_same_whether_the_engine_or_the_session_ranks(
+def test_trees_are_equal_whether_the_engine_or_the_session_ranks(
     terms: dict[str, Any], fetches: bool, tmp_path: Path
 ) -> None:
     engine = Asked.load(make_tiny(tmp_path, layers=2, width=32), device="cpu", dtype="float32", slots=1)

@@ -184,14 +184,14 @@ def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: lis
                 three.check()
 
 
-def test_what_comes_from_below_goes_up_at_once_with_its_origin() -> None:
+def test_nodes_from_a_lower_tier_go_up_at_once_with_their_origin() -> None:
     three = Three(1)
     three.draft_below(3)
     assert three.sent == ["below"]
     assert len(paths(three.upper)) == len(paths(three.lower.tree)) > 0
 
 
-def test_one_pass_judges_all_that_was_drafted_below_and_drops_none() -> None:
+def test_one_pass_judges_all_nodes_from_below_and_drops_none() -> None:
     three = Three(2)
     three.draft_below(6)
     before = paths(three.upper).keys()
@@ -203,7 +203,7 @@ def test_one_pass_judges_all_that_was_drafted_below_and_drops_none() -> None:
     assert len(after) > len(before)
 
 
-def test_below_it_is_drafted_on_under_what_was_hinted() -> None:
+def test_a_lower_tier_drafts_under_hinted_nodes() -> None:
     three = Three(3)
     three.rescore()
     known = paths(three.lower.tree)
@@ -218,14 +218,14 @@ def test_below_it_is_drafted_on_under_what_was_hinted() -> None:
     assert (*leaf, 11) in paths(three.upper)
 
 
-def test_nothing_is_taken_that_the_upstream_has_no_room_for() -> None:
+def test_a_relay_takes_no_node_beyond_its_upstream_credit() -> None:
     three = Three(4, credit=5)
     for _ in range(9):
         three.draft_below(4)
     assert len(paths(three.upper)) <= 5
 
 
-def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> None:
+def test_a_pass_waits_for_the_lower_tier_at_most_its_own_duration() -> None:
     three = Three(5)
     three.commit([7])  # at second 0
     assert three.relay.hold_s(0.0, 0.02) == pytest.approx(0.02)
@@ -236,7 +236,7 @@ def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> Non
     assert three.relay.drafting
 
 
-def test_what_is_drawn_from_q_has_no_lower_tier() -> None:
+def test_a_session_that_draws_from_q_has_no_lower_tier() -> None:
     three = Three(6)
     drawn = Contract(seed=4, max_tokens=100, rule="recursive-rejection")
     snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), drawn, PLAN, 400)
@@ -250,7 +250,7 @@ def claims(relay: Relay) -> int:
     return len(relay._claims)
 
 
-def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_are() -> None:
+def test_a_drafter_that_resubscribes_repeatedly_is_forgotten_with_its_nodes() -> None:
     three = Three(7)
     claimed = Calibration()
     three.relay.subscribe(three.stream, 2, claimed)
@@ -269,7 +269,7 @@ def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_a
     three.relay.calibrate([node], None)  # its pass had begun before it was removed
 
 
-def test_what_was_drafted_before_the_session_began_anew_is_a_replay() -> None:
+def test_nodes_sent_before_a_session_restarts_count_as_a_replay() -> None:
     three = Three(seed=0)
     delta = three.lower.announce([three.lower.tree.add(three.lower.tree.root, token, -0.5) for token in (1, 2)])
     three.relay.graft(three.subscription, delta, 0.0, passing=False)

@@ -82,7 +82,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
 
 
 @pytest.mark.parametrize(("what", "why"), [(Rig.lie, "malformed: tokens: "), (Rig.drift, "malformed: drifted")])
-async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
+async def test_a_session_that_fails_repeatedly_ends_with_the_reason(
     rig: Rig, what: Callable[[Rig], Awaitable[None]], why: str
 ) -> None:
     for number in range(1, MAX_RENEWALS + 1):
@@ -96,7 +96,7 @@ async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
     assert rig.sent == [*["subscribe"] * (MAX_RENEWALS + 1), "unsubscribe"]
 
 
-async def test_what_goes_wrong_now_and_then_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_occasional_renewal_ends_no_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstreams, "RENEWALS_S", -1.0)
     for _ in range(3 * MAX_RENEWALS):
         await rig.lie()

@@ -95,14 +95,14 @@ async def test_a_higher_epoch_replaces_and_an_older_one_changes_nothing(rig: Rig
     assert rig.attached == []
 
 
-async def test_what_is_repeated_brings_a_ticket_for_the_next_time(rig: Rig) -> None:
+async def test_a_repeated_attach_brings_a_new_ticket(rig: Rig) -> None:
     await rig.attach(1, ticket=b"old")
     await rig.attach(1, ticket=b"new")
     assert rig.attached == [(UPSTREAM, "s", 1, b"new")]
     assert ("s", 1) not in rig.loop.let_go
 
 
-async def test_one_session_more_than_there_are_slots_is_refused(rig: Rig) -> None:
+async def test_a_session_beyond_the_slots_is_refused(rig: Rig) -> None:
     for number in range(SLOTS):
         await rig.attach(1, session=str(number))
     with pytest.raises(Refused, match="slots of this drafter are in use"):
@@ -110,7 +110,7 @@ async def test_one_session_more_than_there_are_slots_is_refused(rig: Rig) -> Non
     assert len(rig.attached) == SLOTS
 
 
-async def test_a_drafter_that_goes_down_lets_all_go_and_takes_no_more(rig: Rig) -> None:
+async def test_a_draining_drafter_detaches_all_sessions_and_takes_no_more(rig: Rig) -> None:
     await rig.attach(1)
     rig.servicer.begin_drain()
     assert rig.attached == []

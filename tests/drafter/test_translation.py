@@ -52,7 +52,7 @@ texts = st.text(alphabet="abcdef ()_:\n é🙂'", max_size=60) | st.integers(0, 
 
 
 @given(texts, st.lists(st.integers(1, 40), max_size=12))
-def test_the_text_is_the_same_in_both_vocabularies_however_it_comes(own: Tokenizer, text: str, cuts: list[int]) -> None:
+def test_a_translated_text_is_equal_however_it_arrives(own: Tokenizer, text: str, cuts: list[int]) -> None:
     tokens, translation, done = TARGET.encode(text).ids, Translation(TARGET, own), 0
     for cut in [*cuts, len(tokens)]:
         translation.extend(tokens[done : done + cut])
@@ -75,7 +75,9 @@ class Reference(Translation):
 
 @settings(max_examples=50)
 @given(st.integers(0, len(LONG) - 3000), st.lists(st.integers(1, 300), max_size=5))
-def test_it_is_as_the_reference_has_it_and_reports_what_has_stayed(own: Tokenizer, start: int, cuts: list[int]) -> None:
+def test_a_translation_equals_the_reference_and_reports_its_unchanged_prefix(
+    own: Tokenizer, start: int, cuts: list[int]
+) -> None:
     """What comes at once is translated as if it had come in pieces."""
     tokens = TARGET.encode(LONG[start : start + 3000]).ids
     translation, reference, done = Translation(TARGET, own), Reference(TARGET, own), 0
@@ -118,7 +120,7 @@ def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer
 
 
 @given(st.integers(0, len(LONG) - 300), st.integers(1, 30))
-def test_what_is_proposed_spells_the_path_s_text(own: Tokenizer, start: int, count: int) -> None:
+def test_translated_proposals_spell_the_text_of_the_path(own: Tokenizer, start: int, count: int) -> None:
     translation = Translation(TARGET, own)
     translation.extend(TARGET.encode(LONG[start : start + 200]).ids)
     path = own.encode(LONG[start + 200 : start + 300]).ids[:count]
@@ -127,7 +129,7 @@ def test_what_is_proposed_spells_the_path_s_text(own: Tokenizer, start: int, cou
     assert TARGET.decode(proposed) == text or text.endswith("\N{REPLACEMENT CHARACTER}")
 
 
-def test_tokens_behind_a_text_are_those_of_the_whole_where_it_has_a_boundary() -> None:
+def test_tokens_after_a_text_equal_those_of_the_whole_text_at_a_boundary() -> None:
     whole = TARGET.encode("def add(self, other):\n    return self").ids
     for cut in range(1, len(whole)):
         before = TARGET.decode(whole[:cut])
@@ -167,7 +169,7 @@ class Loop:
         self.translator.on_delta(key, delta, 1, False)
 
 
-def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafter_s(own: Tokenizer) -> None:
+def test_drafts_are_sent_in_the_targets_tokens_and_commits_arrive_in_the_drafters(own: Tokenizer) -> None:
     sent: list[Delta] = []
     lost: list[Attachment] = []
     translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=lost.append)
@@ -222,7 +224,7 @@ def a_snapshot(tokens: Sequence[int]) -> MirrorSnapshot:
     return MirrorSnapshot(tuple(tokens), digest, Contract(seed=1, max_tokens=99), plan, 300, known=known)
 
 
-async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is_kept_in_order(own: Tokenizer) -> None:
+async def test_translating_32000_tokens_stalls_no_loop_and_keeps_later_updates_in_order(own: Tokenizer) -> None:
     translator, loop, key, sent, lost = prepared(own)
     text = (TARGET.encode(LONG).ids * 4)[:32_100]
     begin = a_snapshot(text[:32_000])
@@ -244,7 +246,7 @@ async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is
     assert sent[-1].root_position == len(text) - 1
 
 
-async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_left_alone(own: Tokenizer) -> None:
+async def test_a_session_closed_or_restarted_during_its_translation_is_left_alone(own: Tokenizer) -> None:
     translator, loop, key, _, lost = prepared(own)
     text = TARGET.encode(LONG).ids[:4000]
     translator.opened(key, a_snapshot(text))
@@ -263,7 +265,7 @@ async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_
     assert not lost
 
 
-def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_passed_over(own: Tokenizer) -> None:
+def test_a_draft_is_dropped_when_the_end_of_its_text_became_other_tokens(own: Tokenizer) -> None:
     """A pass was under way: what it brings is not of the text as it is now. Of two tokens of the poorer vocabulary the
     richer one makes one, so that here the ends change."""
     sent: list[Delta] = []
@@ -288,7 +290,7 @@ def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_pass
     assert len(sent) == 1
 
 
-def test_that_all_is_drafted_goes_up_even_where_the_text_has_become_other_tokens(own: Tokenizer) -> None:
+def test_an_exhausted_delta_goes_up_even_if_its_root_became_other_tokens(own: Tokenizer) -> None:
     sent: list[tuple[Delta, bool]] = []
     translator = Translator(TARGET, own, send=lambda key, delta, _, done: sent.append((delta, done)), resync=print)
     loop, key = Loop(translator), Attachment("s", "", 1, b"")
@@ -323,7 +325,7 @@ class Proposing:
         return self._sent
 
 
-def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own: Tokenizer) -> None:
+def test_a_token_of_the_tokenizer_that_the_model_lacks_is_not_proposed(own: Tokenizer) -> None:
     case = Proposing(own)
 
     def proposed(vocabulary: int) -> list[int]:
@@ -334,7 +336,7 @@ def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own
     assert proposed(max(every)) == every[: every.index(max(every))]
 
 
-def test_while_a_path_ends_inside_a_character_nothing_is_proposed() -> None:
+def test_a_path_that_ends_inside_a_character_proposes_nothing() -> None:
     translation = Translation(TARGET, TARGET)
     translation.extend(TARGET.encode("x = '").ids)
     smile = TARGET.encode("🙂").ids
@@ -343,7 +345,7 @@ def test_while_a_path_ends_inside_a_character_nothing_is_proposed() -> None:
     assert translation.propose(smile) == smile
 
 
-def test_what_is_translated_keeps_to_the_plan_s_depth(own: Tokenizer) -> None:
+def test_translated_nodes_keep_to_the_plans_depth(own: Tokenizer) -> None:
     case = Proposing(own)
     tree = TokenTree(case.committed)
     for delta in case.proposed(depth=2):

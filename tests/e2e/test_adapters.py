@@ -152,7 +152,7 @@ async def test_a_verifier_that_is_killed_changes_nothing(made: Path, prompts: li
         assert stream.result.token_ids == expected.token_ids
 
 
-async def test_an_adapter_is_unloaded_while_it_is_in_use(adapted: Adapted, prompts: list[str]) -> None:
+async def test_an_adapter_in_use_may_be_unloaded(adapted: Adapted, prompts: list[str]) -> None:
     expected = await adapted.text("a", prompts[1], temperature=0, max_tokens=150)
     await adapted.client.load_adapter("short-lived", "a")
     stream = adapted.client.stream(prompts[1], model="short-lived", temperature=0, **TERMS | {"max_tokens": 150})
@@ -203,7 +203,7 @@ async def test_another_version_of_the_files_is_another_adapter(adapted: Adapted,
         ("target", "a", InvalidRequest, "name of a model"),
     ],
 )
-async def test_what_cannot_be_loaded_is_refused(
+async def test_an_invalid_adapter_is_refused(
     adapted: Adapted, tmp_path: Path, name: str, folder: str, error: type[Exception], match: str
 ) -> None:
     if folder == "broken" and not (broken := adapted.folder / folder).exists():
@@ -219,7 +219,7 @@ async def test_what_cannot_be_loaded_is_refused(
     ] == []
 
 
-async def test_tenants_may_not_load_unless_the_router_says_so(made: Path) -> None:
+async def test_tenants_may_not_load_adapters_without_permission(made: Path) -> None:
     async with (
         LocalCluster(config(made)) as cluster,
         outrider.AsyncClient(cluster.router_address) as client,

@@ -18,7 +18,7 @@ from outrider.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, U
 from outrider.fleet.cluster import LocalCluster
 from router.server import run
 from tests.e2e.leaks import forgetful, nothing_left, resident
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.hostile.rig import resident_bytes, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -99,9 +99,7 @@ async def cancelled(client: outrider.AsyncClient, number: int, waits: list[float
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_no_server_computes_for_what_was_cancelled_and_nothing_is_left_of_it(
-    tiny: LocalCluster, count: int
-) -> None:
+async def test_cancelled_generations_stop_computing_and_leave_nothing(tiny: LocalCluster, count: int) -> None:
     router = tiny.processes["router"].section.model_copy(update={"listen": "127.0.0.1:0"})
     ends, held, waits = Counter[str](), list[dict[str, float]](), list[float]()
     # One router more, in this process, so that its tasks can be counted.

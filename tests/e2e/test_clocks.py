@@ -90,7 +90,7 @@ async def test_a_generation_fails_over_to_a_router_of_another_time(
 
 
 @pytest.mark.parametrize("skew_s", [AHEAD_S, -AHEAD_S], ids=["begun-ahead", "begun-behind"])
-async def test_a_deadline_ends_a_generation_in_time_whichever_router_has_it(
+async def test_a_deadline_ends_a_generation_in_time_at_either_router(
     routers: dict[float, Server], skew_s: float
 ) -> None:
     async with (

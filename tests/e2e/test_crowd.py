@@ -80,7 +80,7 @@ class Crowd:
 
 
 @pytest.mark.long
-async def test_a_crowd_of_which_a_third_goes_away_receives_what_each_would_alone(
+async def test_a_crowd_of_which_a_third_leaves_receives_the_text_of_each_session_alone(
     roomy: LocalCluster, prompts: list[str]
 ) -> None:
     rng = random.Random(SEED)

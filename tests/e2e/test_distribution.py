@@ -20,7 +20,7 @@ from outrider.errors import InvalidRequest
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import Answer, decode, trust
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 PROMPT = [3, 1, 4]
 TOKENS = 100  # of a text
@@ -127,7 +127,7 @@ def sample_of(committed: Sequence[Sequence[int]], checkpoints: tuple[Path, Path,
         ),
     ],
 )
-async def test_and_so_they_do_under_every_lossless_rule(
+async def test_texts_follow_the_targets_distribution_under_every_lossless_rule(
     small: LocalCluster, checkpoints: tuple[Path, Path, Path], rule: str, count: int
 ) -> None:
     found = p_values(sample_of(await said_in_rounds(small, count, rule=rule), checkpoints), SEED)
@@ -140,13 +140,15 @@ LENIENT = {"rule": "lenient-speculative-sampling", "lenience": 0.1}
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio(loop_scope="session")
-async def test_and_under_a_lossy_one_they_do_not(small: LocalCluster, checkpoints: tuple[Path, Path, Path]) -> None:
+async def test_texts_deviate_from_the_targets_distribution_under_a_lossy_rule(
+    small: LocalCluster, checkpoints: tuple[Path, Path, Path]
+) -> None:
     texts = await said_in_rounds(small, 200, **LENIENT)
     assert corrected(p_values(sample_of(texts, checkpoints), SEED)) < RARELY
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_names_it(small: LocalCluster) -> None:
+async def test_a_lossy_rule_is_used_only_by_name_and_named_in_the_result(small: LocalCluster) -> None:
     async with outrider.AsyncClient(small.router_address) as client:
         result = await client.generate(PROMPT, max_tokens=4, **LENIENT)
         assert (result.rule, result.lossy) == ("lenient-speculative-sampling", True)
@@ -202,7 +204,7 @@ def judged(laws: tuple[NDArray[np.float64], NDArray[np.float64]], tokens: NDArra
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_of_the_law_itself_are_not_rejected(
+def test_tokens_of_the_true_distribution_are_not_rejected(
     laws: tuple[NDArray[np.float64], NDArray[np.float64]], seed: int
 ) -> None:
     assert corrected(judged(laws, drawn(laws[0], seed))) > LEVEL

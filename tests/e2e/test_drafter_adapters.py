@@ -72,13 +72,13 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         yield made
 
 
-async def test_it_drafts_with_its_own_adapter_as_soon_as_that_is_loaded(adapted: Adapted) -> None:
+async def test_a_drafter_uses_its_own_adapter_as_soon_as_it_is_loaded(adapted: Adapted) -> None:
     plain = await adapted.text("both", speculation="off")
     assert await adapted.accepted("both") > 0.85 * DEPTH
     assert (await adapted.text("both", speculation="rounds")).token_ids == plain.token_ids
 
 
-async def test_sessions_without_an_adapter_are_drafted_for_beside_it(adapted: Adapted) -> None:
+async def test_sessions_with_and_without_an_adapter_are_drafted_for_together(adapted: Adapted) -> None:
     plain = await adapted.text("target", speculation="off")
     for _ in range(2):  # the same text under both, one after the other: no KV of one serves the other
         assert await adapted.accepted("both") > 0.85 * DEPTH
@@ -87,7 +87,7 @@ async def test_sessions_without_an_adapter_are_drafted_for_beside_it(adapted: Ad
 
 
 @pytest.mark.parametrize("name", ["alone", "broken"])
-async def test_without_one_it_drafts_as_for_the_model_itself(adapted: Adapted, name: str) -> None:
+async def test_a_session_whose_adapter_the_drafter_lacks_is_drafted_for_without_it(adapted: Adapted, name: str) -> None:
     plain = await adapted.text(name, speculation="off")
     drafted = await adapted.text(name, speculation="rounds", depth=DEPTH)
     assert drafted.token_ids == plain.token_ids

@@ -149,7 +149,7 @@ async def test_gamma_changed_in_mid_stream_changes_nothing(
 
 
 @pytest.mark.parametrize("contract", TERMS, ids=["greedy", "filtered", "sampled"])
-async def test_many_sessions_at_once_say_what_each_says_alone(
+async def test_concurrent_sessions_generate_the_text_of_each_session_alone(
     cluster: LocalCluster, prompt: list[int], contract: Contract
 ) -> None:
     plain = await plain_answer(cluster, prompt, contract)
@@ -163,9 +163,7 @@ async def test_many_sessions_at_once_say_what_each_says_alone(
     assert all(answer.tokens == plain.tokens for answer in answers)
 
 
-async def test_a_drafter_killed_in_mid_stream_costs_speed_and_nothing_else(
-    cluster: LocalCluster, prompt: list[int]
-) -> None:
+async def test_a_drafter_killed_in_mid_stream_costs_only_speed(cluster: LocalCluster, prompt: list[int]) -> None:
     async with LocalCluster(cluster_config(drafters=1)) as doomed:
         await trust(doomed)
         victim = doomed.processes["drafter-0"]

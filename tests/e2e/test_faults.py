@@ -168,7 +168,7 @@ async def test_the_text_survives_a_bad_network(faulty: Faulty, prompts: list[str
     assert result.text == quiet.text
 
 
-async def test_the_text_survives_everything_at_once(faulty: Faulty, prompts: list[str]) -> None:
+async def test_the_text_survives_faults_on_every_link_at_once(faulty: Faulty, prompts: list[str]) -> None:
     quiet = await faulty.text(prompts[1], seed=42, speculation="off")
     everywhere = list(faulty.proxies.values())
     result = await during(partial(faulty.text, prompts[1], seed=42), cut, everywhere, seed=3)

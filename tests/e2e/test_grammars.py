@@ -51,7 +51,7 @@ async def client() -> AsyncIterator[outrider.AsyncClient]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_json_of_a_schema_is_the_same_with_drafters_and_without(
+async def test_json_of_a_schema_is_equal_with_and_without_drafters(
     client: outrider.AsyncClient, prompts: list[str], temperature: float
 ) -> None:
     accepted = ended = 0
@@ -95,7 +95,7 @@ async def test_only_a_model_that_allows_other_keys_has_them() -> None:
     assert grammar_of({"schema": given}) == Grammar("json_schema", json.dumps(given))  # a mapping as it is
 
 
-async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
+async def test_a_pydantic_model_is_a_schema_and_its_object_is_returned(
     client: outrider.AsyncClient, prompts: list[str]
 ) -> None:
     answer = await client.generate(prompts[0], schema=Answer, seed=1, max_tokens=200)
@@ -106,7 +106,9 @@ async def test_a_pydantic_model_is_a_schema_and_its_object_comes_back(
         _ = (await client.generate(prompts[0], max_tokens=1)).parsed
 
 
-async def test_other_kinds_many_at_once(client: outrider.AsyncClient, prompts: list[str]) -> None:
+async def test_regexes_choices_and_grammars_are_followed_by_concurrent_sessions(
+    client: outrider.AsyncClient, prompts: list[str]
+) -> None:
     kinds: list[tuple[dict[str, Any], str]] = [
         ({"regex": "(red|green)-[0-9]{3}"}, r"(red|green)-[0-9]{3}"),
         ({"choices": ["yes", "no", "not at all"]}, "yes|no|not at all"),
@@ -156,7 +158,7 @@ async def test_a_turn_of_a_session_has_a_grammar_of_its_own(client: outrider.Asy
     ],
     ids=str,
 )
-async def test_what_cannot_be_followed_is_refused_by_name(
+async def test_an_impossible_grammar_is_refused_by_name(
     client: outrider.AsyncClient, terms: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):

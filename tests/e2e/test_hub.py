@@ -15,7 +15,7 @@ from outrider.client._wire import Options
 from outrider.config import load_cluster
 from outrider.errors import ConfigError
 from outrider.fleet.cluster import LocalCluster
-from tests.hubs import cached
+from tests.fake_hub import cached
 
 MODELS = Path(__file__).parents[2] / "models"
 FILE = """
@@ -64,7 +64,7 @@ async def test_a_cluster_of_names_on_the_hub_answers_as_one_of_folders_does(tmp_
     assert named == await answers(written(tmp_path, str(MODELS / "target"), str(MODELS / "drafter")))
 
 
-async def test_messages_are_answered_as_the_prompt_that_the_template_makes_of_them(tmp_path: Path, cache: Path) -> None:
+async def test_messages_are_answered_like_their_rendered_prompt(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter")
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     prompt = tokenizer.encode("<|endoftext|>def add(a, b):", add_special_tokens=False).ids
@@ -79,7 +79,7 @@ async def test_messages_are_answered_as_the_prompt_that_the_template_makes_of_th
     assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, len(prompt))
 
 
-async def test_a_worker_whose_model_is_not_in_the_cache_is_named_with_what_to_do(tmp_path: Path, cache: Path) -> None:
+async def test_a_worker_whose_model_is_not_cached_is_named_with_the_remedy(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter", files="*.json")
     with pytest.raises(ConfigError, match=r"^drafter-0: org/drafter: model\.safetensors is missing"):
         await answers(written(tmp_path, "org/target@v1", "org/drafter"))

@@ -138,7 +138,9 @@ async def bounded(text: Sequence[int], drafter: list[DrafterConfig], **verifier:
 
 
 @pytest.mark.timeout(240)
-async def test_heads_in_the_verifier(tokenizer: Tokenizer, prompts: list[str], tmp_path: Path) -> None:
+async def test_a_kv_memory_bound_holds_with_heads_in_the_verifier(
+    tokenizer: Tokenizer, prompts: list[str], tmp_path: Path
+) -> None:
     prompt = tokenizer.encode(prompts[0]).ids
     text = greedy(TARGET, prompt, TOKENS)
     taught_heads("eagle", TARGET, tmp_path, text)
@@ -147,7 +149,7 @@ async def test_heads_in_the_verifier(tokenizer: Tokenizer, prompts: list[str], t
 
 
 @pytest.mark.timeout(240)
-async def test_heads_in_a_drafter_that_is_sent_features(
+async def test_a_kv_memory_bound_holds_with_heads_in_a_drafter(
     tokenizer: Tokenizer, prompts: list[str], tmp_path: Path
 ) -> None:
     prompt = tokenizer.encode(prompts[0]).ids

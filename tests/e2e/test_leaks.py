@@ -132,7 +132,7 @@ async def test_sessions_that_end_in_every_way_leave_nothing(short_lived: LocalCl
 
 
 @pytest.mark.parametrize("seconds", SOAKS)
-async def test_a_soak_leaves_nothing_and_memory_levels_off(short_lived: LocalCluster, seconds: float) -> None:
+async def test_a_soak_leaves_no_state_and_memory_levels_off(short_lived: LocalCluster, seconds: float) -> None:
     numbers, ended = itertools.count(), Counter[int]()
     held: list[dict[str, float]] = []  # a second apart
     async with served(short_lived) as one:

@@ -23,7 +23,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.store.redis.client import connect
 from outrider.store.versions import Version, Versions
 from tests.e2e.conftest import MODELS
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -90,9 +90,7 @@ def accepted(answers: list[Generation]) -> float:
     return sum(answer.usage.accepted for answer in answers) / sum(answer.usage.steps for answer in answers)
 
 
-async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_changes(
-    tmp_path: Path, prompts: list[str]
-) -> None:
+async def test_versions_change_during_sessions_and_no_text_changes(tmp_path: Path, prompts: list[str]) -> None:
     prompts = prompts[:4]
     async with served() as cluster:
         plain = await cluster.all_of(prompts, speculation="off")
@@ -120,7 +118,9 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
     assert max(map(accepted, again)) > 0.9 * best
 
 
-async def test_what_is_no_version_of_the_drafter_is_refused_with_the_reason(tmp_path: Path, prompts: list[str]) -> None:
+async def test_a_version_that_does_not_fit_the_drafter_is_refused_with_the_reason(
+    tmp_path: Path, prompts: list[str]
+) -> None:
     def renamed(text: str) -> str:
         return text.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 512')
 
@@ -156,9 +156,7 @@ async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator
 
 @pytest.mark.long
 @pytest.mark.parametrize("kills", [0, 1])
-async def test_a_bad_drafter_gets_better_while_it_drafts_even_if_its_trainer_is_killed(
-    tmp_path: Path, kills: int
-) -> None:
+async def test_a_bad_drafter_improves_while_drafting_even_if_its_trainer_is_killed(tmp_path: Path, kills: int) -> None:
     make_tiny(tmp_path / "target", layers=1, width=32)
     make_tiny(tmp_path / "drafter", layers=1, width=32, astray=0.8)
     prompts = [" ".join(f"w{(7 * text + 3 * place) % VOCABULARY}" for place in range(8)) for text in range(4)]

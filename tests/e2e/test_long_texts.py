@@ -33,7 +33,7 @@ from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from router.server import run as run_router
 from tests.e2e.conftest import MODELS
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.hostile.rig import serving
 from tests.loops import no_stall
 from tests.router.rig import collect

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("numerics", ["fast", pytest.param("invariant", marks=pytest.mark.long)])
-async def test_what_the_target_guesses_is_drafted_and_the_text_is_its_own(prompts: list[str], numerics: str) -> None:
+async def test_lookahead_guesses_are_drafted_and_the_text_stays_the_targets(prompts: list[str], numerics: str) -> None:
     async with served(lookup="lookahead", numerics=numerics) as client:
         for temperature, prompt in ((0.0, prompts[0]), (0.8, prompts[1]), (0.8, prompts[2])):
             plain, ahead = await both(client, prompt, temperature=temperature)

@@ -68,7 +68,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("place", "way"), WAYS)
-async def test_what_followed_before_is_drafted_and_the_text_is_the_target_s(
+async def test_continuations_found_by_lookup_are_drafted_and_the_text_stays_the_targets(
     prompts: list[str], corpus: Path, place: str, way: str
 ) -> None:
     settings = {"store": corpus} if way == "retrieval" else {}
@@ -88,7 +88,7 @@ async def test_what_followed_before_is_drafted_and_the_text_is_the_target_s(
     assert accepted > 10
 
 
-async def test_what_one_generation_committed_is_drafted_for_the_next_of_its_tenant(prompts: list[str]) -> None:
+async def test_a_finished_generation_is_drafted_for_the_next_of_its_tenant(prompts: list[str]) -> None:
     async with served(lookup="suffix") as client:
         first = await client.generate(prompts[3], seed=3, max_tokens=TOKENS, ignore_eos=True)
         again = await client.generate(prompts[3], seed=3, max_tokens=TOKENS, ignore_eos=True)

@@ -32,7 +32,7 @@ async def sessions_of(drafters: Sequence[Process]) -> list[int]:
     return counts
 
 
-async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: list[str]) -> None:
+async def test_half_of_the_sessions_move_to_a_later_drafter(prompts: list[str]) -> None:
     drafting = DrafterConfig(model=MODELS / "target", drafts="suffix", slots=16)
     with EmbeddedRedis() as redis:
         verifying = VerifierConfig(model=MODELS / "target", dtype="float32", numerics="invariant", slots=16)

@@ -107,12 +107,12 @@ async def command(*arguments: str) -> str:
     return output.decode()
 
 
-async def test_with_a_drafter_that_fits_it_is(cluster: LocalCluster) -> None:
+async def test_a_fitting_drafter_is_reported_as_drafting(cluster: LocalCluster) -> None:
     found = await status(cluster, GOOD)
     assert (found.reason, found.detail) == (SpeculationReason.DRAFTING, "")
 
 
-async def test_there_is_no_drafter(cluster: LocalCluster) -> None:
+async def test_a_cluster_without_a_drafter_reports_no_drafter(cluster: LocalCluster) -> None:
     await cluster.scale([])
     asked = ("import os", "--model", "target", "--max-tokens", "20", "--ignore-eos")
     output = await command("generate", *asked, "--address", cluster.router_address)
@@ -124,7 +124,7 @@ async def test_there_is_no_drafter(cluster: LocalCluster) -> None:
     assert found.explanation == "no drafter is running; start one with `outrider drafter`"
 
 
-async def test_the_request_switched_it_off(cluster: LocalCluster) -> None:
+async def test_a_request_that_switches_speculation_off_is_reported(cluster: LocalCluster) -> None:
     found = await status(cluster, GOOD, tokens=20, speculation="off")
     assert found.reason is SpeculationReason.OFF_BY_REQUEST
 
@@ -171,7 +171,7 @@ async def test_the_upstream_cannot_be_reached_by_the_drafter(cluster: LocalClust
     assert found.reason is SpeculationReason.UNREACHABLE
 
 
-async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> None:
+async def test_a_drafter_without_a_free_slot_is_reported(cluster: LocalCluster) -> None:
     """A drafter as slow as the target and mostly wrong, so that the session in its slot takes long."""
     await cluster.scale([DrafterConfig(model=TARGET, dtype="float32", skip=(0,), slots=1)])
     async with outrider.AsyncClient(cluster.router_address) as client:
@@ -194,9 +194,7 @@ async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> Non
     assert "all 1 slots of this drafter are in use" in result.usage.speculation.detail
 
 
-async def test_drafting_that_costs_more_than_it_brings_rests_and_both_speeds_are_shown(
-    cluster: LocalCluster, page: str
-) -> None:
+async def test_drafting_that_does_not_pay_rests_and_both_speeds_are_shown(cluster: LocalCluster, page: str) -> None:
     """A drafter that is as slow as the target on the same cores, and wrong."""
     await cluster.scale([DrafterConfig(model=TARGET, dtype="float32", skip=(0,))])
     async with outrider.AsyncClient(cluster.router_address) as client:
@@ -240,7 +238,7 @@ async def test_the_page_and_top_name_drafters_of_no_use(cluster: LocalCluster, p
     assert "the drafters were trained for another target" in " ".join((await command("top", page, "--once")).split())
 
 
-async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_no_verifier(tmp_path: Path) -> None:
+async def test_up_warns_of_a_drafter_that_can_draft_for_no_verifier(tmp_path: Path) -> None:
     random_heads("eagle-3", TARGET, tmp_path / "heads")
     file = tmp_path / "cluster.toml"
     file.write_text(

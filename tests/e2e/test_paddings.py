@@ -25,7 +25,7 @@ from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import SPECULATE, Answer, decode, detach, trust
 from tests.e2e.test_distribution import RARELY, SEED, law
 from tests.e2e.test_tiers import attach_below
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.small_checkpoints import pad_vocabulary
 from tests.engine.taught import greedy, taught_heads
 
@@ -149,14 +149,14 @@ NAMED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("drafter", ["drafter", "padded"])
-async def test_a_contract_may_name_what_the_drafter_lacks(cluster: LocalCluster, drafter: str) -> None:
+async def test_a_contract_may_name_ids_that_the_drafter_lacks(cluster: LocalCluster, drafter: str) -> None:
     for terms in NAMED:
         plain, drafts = await pair(cluster, "large", drafter, terms)
         assert drafts.tokens == plain
         assert drafts.accepted > 0 or (drafter == "drafter" and "allowed_ids" in terms)
 
 
-async def test_as_much_is_accepted_as_without_padding(cluster: LocalCluster) -> None:
+async def test_padding_changes_acceptance_hardly(cluster: LocalCluster) -> None:
     """But for what each drafter has learned of its scores."""
     accepted = dict.fromkeys(("drafter", "padded"), 0)
     for seed in range(3):
@@ -169,9 +169,7 @@ async def test_as_much_is_accepted_as_without_padding(cluster: LocalCluster) -> 
 
 
 @pytest.mark.parametrize("rule", DRAWN)
-async def test_where_p_is_certain_rules_that_hold_p_against_q_give_the_target_s_text(
-    cluster: LocalCluster, rule: str
-) -> None:
+async def test_rules_that_draw_from_q_give_the_targets_greedy_text(cluster: LocalCluster, rule: str) -> None:
     for target, drafter in (("small", "padded"), ("large", "drafter")):
         plain, drafts = await pair(cluster, target, drafter, {"temperature": 0.0, "rule": rule})
         assert drafts.tokens == plain
@@ -189,7 +187,7 @@ async def test_where_p_is_certain_rules_that_hold_p_against_q_give_the_target_s_
     ],
 )
 @pytest.mark.parametrize(("target", "drafter"), [("small", "padded"), ("large", "drafter")])
-async def test_and_elsewhere_texts_follow_the_target_s_distribution(
+async def test_texts_of_rules_that_draw_from_q_follow_the_targets_distribution(
     cluster: LocalCluster, folders: Folders, rule: str, count: int, target: str, drafter: str
 ) -> None:
     room = asyncio.Semaphore(AT_ONCE)
@@ -248,7 +246,7 @@ async def test_heads_with_another_padding_draft_in_the_verifier(cluster: LocalCl
         assert result.accepted > 0 or temperature
 
 
-async def test_what_the_target_has_and_cannot_pick_is_not_drafted(cluster: LocalCluster) -> None:
+async def test_ids_that_the_target_cannot_pick_are_not_drafted(cluster: LocalCluster) -> None:
     for terms in (*TERMS, {"temperature": 0.0, "rule": "traversal-verification"}):
         small, _ = await pair(cluster, "small", "padded", terms)
         plain, drafts = await pair(cluster, "masked", "padded", terms)
@@ -258,7 +256,7 @@ async def test_what_the_target_has_and_cannot_pick_is_not_drafted(cluster: Local
         await pair(cluster, "masked", "padded", {"allowed_ids": (VOCABULARY, PADDED - 1)})
 
 
-async def test_heads_away_from_a_target_with_another_padding_draft_for_it(cluster: LocalCluster) -> None:
+async def test_remote_heads_draft_for_a_target_with_another_padding(cluster: LocalCluster) -> None:
     accepted = 0
     for terms in TERMS:
         plain, drafts = await pair(cluster, "large", "heads", terms)

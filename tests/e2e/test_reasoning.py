@@ -46,7 +46,7 @@ async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cli
 
 
 @pytest.mark.parametrize("seed", [2, 3])  # with which it does
-async def test_reasoning_is_free_and_what_follows_it_is_of_the_schema(clients: Clients, seed: int) -> None:
+async def test_reasoning_is_free_and_the_following_content_obeys_the_schema(clients: Clients, seed: int) -> None:
     terms: Any = {"messages": ASKED, "schema": SCHEMA, "seed": seed, **ENDS}
     drafted = await clients.sdk.generate(**terms, speculation="rounds")
     plain = await clients.sdk.generate(**terms, speculation="off")
@@ -56,7 +56,7 @@ async def test_reasoning_is_free_and_what_follows_it_is_of_the_schema(clients: C
     assert drafted.finish_reason is outrider.FinishReason.STOP
 
 
-async def test_a_call_that_has_to_be_made_may_be_thought_about(clients: Clients) -> None:
+async def test_a_forced_call_may_follow_reasoning(clients: Clients) -> None:
     terms: Any = {"messages": ASKED, "tools": [TOOL], "seed": 5, **ENDS}
     made = await clients.sdk.generate(**terms, tool_choice="required", parallel_tool_calls=False)
     (call,) = made.tool_calls
@@ -91,7 +91,9 @@ async def test_a_request_may_turn_reasoning_off(clients: Clients) -> None:
         ([("x", 1)], "must be a mapping"),
     ],
 )
-async def test_what_templates_do_not_get_is_refused_by_name(clients: Clients, variables: Any, problem: str) -> None:
+async def test_a_template_variable_that_the_router_sets_is_refused_by_name(
+    clients: Clients, variables: Any, problem: str
+) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         await clients.sdk.generate(messages=ASKED, template_variables=variables)
 

@@ -82,7 +82,7 @@ async def in_rounds(cluster: LocalCluster, prompt: list[int], temperature: float
     return plain, await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
 
 
-async def test_what_they_draft_is_accepted_as_from_inside_the_verifier_and_the_text_is_the_target_s(
+async def test_remote_heads_are_accepted_as_heads_in_the_verifier_and_keep_the_text(
     cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     prompt = tokenizer.encode(prompts[0]).ids
@@ -96,7 +96,7 @@ async def test_what_they_draft_is_accepted_as_from_inside_the_verifier_and_the_t
             assert fast.accepted >= max(60, 0.9 * inside.usage.accepted)  # a busy verifier lets its heads rest
 
 
-async def test_features_count_in_the_bytes_on_the_wire_and_no_drafter_has_them_that_did_not_ask(
+async def test_features_count_as_sent_bytes_and_only_go_to_drafters_that_asked(
     cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     """Two bytes a number, 256 of them a token."""
@@ -123,7 +123,7 @@ async def test_turns_on_a_warm_prefix_are_drafted_for(
     assert answer.reports[0].rows < 10
 
 
-async def test_a_drafter_that_comes_late_for_one_that_was_killed_has_the_features_by_snapshot(
+async def test_a_replacement_of_a_killed_drafter_receives_the_features_by_snapshot(
     cluster: LocalCluster, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     prompt, session = tokenizer.encode(prompts[0]).ids, "killed"
@@ -152,7 +152,7 @@ async def test_a_drafter_that_comes_late_for_one_that_was_killed_has_the_feature
     assert sum(accepted[replaced[0] + DEPTH + 1 :]) > 5  # a window is committed before the log goes on
 
 
-async def test_a_drafter_logs_once_what_to_do_where_it_cannot_have_its_features(
+async def test_a_drafter_without_its_features_logs_the_remedy_once(
     heads: Path, prompts: list[str], tmp_path: Path
 ) -> None:
     random_heads("eagle-3", TARGET, tmp_path)
@@ -169,7 +169,7 @@ async def test_a_drafter_logs_once_what_to_do_where_it_cannot_have_its_features(
             assert any(why in line for line in lines)
 
 
-async def test_what_cannot_be_is_refused_at_start(heads: Path, tmp_path: Path) -> None:
+async def test_heads_that_do_not_fit_are_refused_at_start(heads: Path, tmp_path: Path) -> None:
     random_heads("medusa", TARGET, tmp_path / "medusa")
     random_heads("eagle", TARGET, tmp_path / "eagle")
     verifier = VerifierConfig(model=TARGET, features=heads)

@@ -81,7 +81,7 @@ async def servers() -> AsyncIterator[Servers]:
 
 
 @pytest.mark.parametrize(("sessions", "replaced", "moves"), RESTARTS)
-async def test_all_are_replaced_under_running_sessions_and_no_session_notices(
+async def test_all_servers_are_replaced_under_running_sessions_without_changing_a_text(
     servers: Servers, prompts: list[str], sessions: int, replaced: tuple[Role, ...], moves: int
 ) -> None:
     async with outrider.AsyncClient(servers.address) as client:

@@ -70,7 +70,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
+async def test_all_servers_cooperate_under_tls_and_the_text_is_the_targets(
     secured: Secured, prompts: list[str]
 ) -> None:
     async with secured.client(secured.one) as client:
@@ -86,9 +86,7 @@ async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_session_under_a_rule_that_draws_from_q_goes_on_without_an_untrusted_drafter(
-    secured: Secured, prompts: list[str]
-) -> None:
+async def test_a_rule_that_draws_from_q_runs_without_untrusted_drafters(secured: Secured, prompts: list[str]) -> None:
     async with secured.client(secured.one) as client:
         answer = await client.generate(prompts[0], max_tokens=48, seed=3, rule="speculative-sampling")
         assert len(answer.token_ids) == 48
@@ -123,7 +121,7 @@ def core_limits(pid: int) -> list[list[str]]:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: Path) -> None:
+async def test_strangers_are_refused_with_the_reason(secured: Secured, tmp_path: Path) -> None:
     make(tmp_path)
     address = secured.cluster.router_address
     async with outrider.AsyncClient(address, api_key="outrider_wrong", ca=secured.ca) as client:
@@ -138,7 +136,7 @@ async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: P
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_key_that_the_cluster_made_for_its_start_is_gone(secured: Secured) -> None:
+async def test_the_clusters_temporary_start_key_is_deleted(secured: Secured) -> None:
     async with connect(secured.cluster.redis_url) as redis:
         assert [key.tenant for key in await Keys(redis).listed()] == ["one", "two"]
 

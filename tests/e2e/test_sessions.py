@@ -44,7 +44,7 @@ async def test_a_turn_finds_its_kv_and_is_answered_as_in_a_session_of_its_own(
             await client.close_session(session)
 
 
-async def test_another_past_forks_from_the_common_prefix_and_leaves_the_session_as_it_was(
+async def test_a_differing_history_forks_at_the_common_prefix_and_keeps_the_session(
     cluster: LocalCluster, prompts: list[str]
 ) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:
@@ -60,7 +60,9 @@ async def test_another_past_forks_from_the_common_prefix_and_leaves_the_session_
         assert (session.length, session.generation) == (first.usage.prompt_tokens + 30, 1)
 
 
-async def test_another_client_goes_on_where_one_stopped_reading(cluster: LocalCluster, prompts: list[str]) -> None:
+async def test_another_client_continues_where_the_first_stopped_reading(
+    cluster: LocalCluster, prompts: list[str]
+) -> None:
     options = {"temperature": 0.9, "seed": 11, "max_tokens": 400, "ignore_eos": True, "timeout": 60}
     async with outrider.AsyncClient(cluster.router_address) as client:
         whole = await client.generate(prompts[2], **options)  # type: ignore[arg-type]
@@ -88,7 +90,9 @@ async def _texts(stream: outrider.AsyncStream) -> str:
     return "".join([chunk.text async for chunk in stream])
 
 
-async def test_one_generation_at_a_time_and_cancel_from_anywhere(cluster: LocalCluster, prompts: list[str]) -> None:
+async def test_a_session_has_one_generation_at_a_time_and_any_client_may_cancel_it(
+    cluster: LocalCluster, prompts: list[str]
+) -> None:
     verifier = cluster.processes["verifier-0"].address
     async with (
         outrider.AsyncClient(cluster.router_address) as client,

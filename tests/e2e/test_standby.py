@@ -26,7 +26,7 @@ READ = 200  # position that all sessions have passed when the verifier dies: ear
 WENT_ON = re.compile(r"session \w+ goes on at \S+: (\d+) tokens read again")
 
 
-async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str]) -> None:
+async def test_a_standby_has_the_kv_that_a_dead_verifier_computed(prompts: list[str]) -> None:
     lines: list[str] = []
 
     def listen(name: str, line: str) -> None:

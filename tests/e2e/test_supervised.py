@@ -70,7 +70,7 @@ async def counted(page: str) -> dict[str, float]:
 
 
 @pytest.mark.timeout(180)
-async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
+async def test_a_cluster_survives_one_failure_of_every_long_lived_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "cluster.toml"

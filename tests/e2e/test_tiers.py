@@ -86,7 +86,7 @@ async def attach_below(drafter: str, upstream: str, session: str) -> str:
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8, 1.0])
-async def test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s(
+async def test_drafts_of_three_tiers_are_accepted_and_the_text_is_the_targets(
     tiered: LocalCluster, tokenizer: Tokenizer, prompts: list[str], temperature: float
 ) -> None:
     verifier = tiered.processes["verifier-0"].address
@@ -131,9 +131,7 @@ async def test_a_session_whose_rule_draws_from_q_has_the_first_tier_alone(
         assert len((await client.get_session(result.session_id)).drafters) == 1
 
 
-async def test_a_dead_tier_is_skipped_and_put_back_when_it_is_there_again(
-    tiered: LocalCluster, prompts: list[str]
-) -> None:
+async def test_a_dead_tier_is_skipped_and_used_again_when_it_returns(tiered: LocalCluster, prompts: list[str]) -> None:
     middle = tiered.processes["drafter-1"]
     async with outrider.AsyncClient(tiered.router_address) as client:
         asking = Asking(client, prompts[1])
@@ -152,7 +150,7 @@ async def test_a_dead_tier_is_skipped_and_put_back_when_it_is_there_again(
                 await asking.ask()
 
 
-async def test_when_the_first_tier_is_killed_in_the_middle_of_an_answer_the_text_goes_on_and_so_do_the_others(
+async def test_killing_the_first_tier_during_an_answer_keeps_the_text_and_the_other_tiers(
     tiered: LocalCluster, prompts: list[str]
 ) -> None:
     first = tiered.processes["drafter-0"]

@@ -59,7 +59,7 @@ def arguments_are_valid(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}], ids=["any", "one"])
-async def test_forced_calls_follow_their_schema_and_a_stream_has_the_same(
+async def test_forced_calls_follow_their_schema_and_are_equal_in_a_stream(
     clients: Clients, choice: Any, temperature: float
 ) -> None:
     terms: Any = {
@@ -120,7 +120,7 @@ async def test_a_call_that_the_model_makes_by_itself_is_parsed_beside_its_conten
     assert not without.message.tool_calls
 
 
-async def test_a_call_that_max_tokens_cuts_off_is_left_as_it_is(clients: Clients) -> None:
+async def test_a_call_cut_off_by_max_tokens_is_returned_incomplete(clients: Clients) -> None:
     terms: Any = {"tools": TOOLS[1:], "tool_choice": "required", "seed": 1}
     whole = await clients.sdk.generate(messages=ASKED, max_tokens=400, **terms)
     cut = await clients.sdk.generate(messages=ASKED, max_tokens=whole.usage.completion_tokens - 8, **terms)
@@ -132,7 +132,7 @@ async def test_a_call_that_max_tokens_cuts_off_is_left_as_it_is(clients: Clients
         assert any(it.name == call.name and it.arguments.startswith(call.arguments) for it in whole.tool_calls)
 
 
-async def test_a_conversation_goes_on_after_the_tool_s_result(clients: Clients) -> None:
+async def test_a_conversation_continues_after_the_tools_result(clients: Clients) -> None:
     asked = clients.openai.chat.completions
     terms: Any = {"model": "target", "tools": TOOLS, "parallel_tool_calls": False, "seed": 2}
     first = (await asked.create(messages=ASKED, tool_choice="required", max_tokens=400, **terms)).choices[0].message
@@ -158,7 +158,7 @@ async def test_a_conversation_goes_on_after_the_tool_s_result(clients: Clients) 
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "assistant"}]}, "content"),
     ],
 )
-async def test_what_cannot_be_called_is_refused_by_name(clients: Clients, terms: Any, problem: str) -> None:
+async def test_malformed_tools_in_a_request_are_refused_by_name(clients: Clients, terms: Any, problem: str) -> None:
     with pytest.raises(openai.BadRequestError, match=problem):
         await clients.openai.chat.completions.create(**{"model": "target", "messages": ASKED, "max_tokens": 5} | terms)
 

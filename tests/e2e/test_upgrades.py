@@ -58,7 +58,7 @@ def other_weights(tmp_path: Path) -> Path:
     return folder
 
 
-async def test_a_text_goes_on_at_equal_verifiers_alone_while_versions_and_weights_are_mixed(
+async def test_a_text_continues_only_at_equal_verifiers_while_versions_and_weights_are_mixed(
     redis_server: EmbeddedRedis, other_weights: Path
 ) -> None:
     redis = redis_server.url

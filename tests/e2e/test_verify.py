@@ -18,7 +18,7 @@ from outrider.client._wire import Options
 from outrider.errors import TokenizerMismatch
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -79,7 +79,7 @@ async def test_a_cluster_that_is_right_has_no_bugs(
     )
 
 
-async def test_a_lie_about_speculation_shows_in_both_comparisons(
+async def test_a_wrong_speculative_token_shows_in_both_comparisons(
     cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Liar(cluster.router_address, "fixed") as client:
@@ -94,7 +94,7 @@ async def test_a_lie_about_speculation_shows_in_both_comparisons(
         assert case.reference_difference.gap > 0.9 * case.plain.gaps[LIE_AT]  # it is over the lie, not the runner-up
 
 
-async def test_a_lie_in_both_answers_is_found_by_the_reference_alone(
+async def test_a_wrong_token_in_both_answers_is_found_by_the_reference_alone(
     cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Liar(cluster.router_address, "off", "fixed") as client:
@@ -109,7 +109,7 @@ async def draws(client: AsyncClient, chosen: list[VerifyPrompt], judge: Referenc
     return [case async for case in compare(client, work, judge, **terms)]
 
 
-async def test_under_a_rule_of_draws_greedy_texts_are_the_same_and_others_follow_the_law(
+async def test_a_rule_that_draws_from_q_gives_equal_greedy_texts_and_keeps_the_distribution(
     cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with AsyncClient(cluster.router_address) as client:
@@ -118,7 +118,7 @@ async def test_under_a_rule_of_draws_greedy_texts_are_the_same_and_others_follow
     assert last_line(found).endswith("bugs=0 reference_near_ties=0 reference_bugs=0 drawn=768 law=kept")
 
 
-async def test_draws_that_do_not_follow_the_law_are_found_out(
+async def test_draws_that_do_not_follow_the_distribution_are_found(
     cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Warmer(cluster.router_address) as client:

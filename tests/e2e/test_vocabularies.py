@@ -45,14 +45,14 @@ async def test_a_drafter_with_another_tokenizer_drafts_by_text(tmp_path: Path, p
     assert accepted > 20
 
 
-async def test_one_that_is_not_given_the_target_is_refused_at_start_with_the_reason(tmp_path: Path) -> None:
+async def test_a_drafter_with_another_tokenizer_and_no_target_is_refused_at_start(tmp_path: Path) -> None:
     drafter = DrafterConfig(model=make_other(tmp_path / "other"), dtype="float32")
     with pytest.raises(ConfigError, match=r"drafter\.0\.model: .*another tokenizer.*target"):
         async with LocalCluster(config(drafter)):
             pass
 
 
-async def test_one_that_was_trained_for_another_target_is_refused_at_start(tmp_path: Path) -> None:
+async def test_a_drafter_trained_for_another_target_is_refused_at_start(tmp_path: Path) -> None:
     trained = tmp_path / "trained"
     shutil.copytree(MODELS / "drafter", trained)
     digests = {"target_digest": weights_digest(MODELS / "mid"), "tokenizer_digest": ""}

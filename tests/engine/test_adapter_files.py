@@ -82,7 +82,7 @@ print(len(found), refused)
 """
 
 
-def test_an_adapter_that_is_replaced_in_place_while_it_loads_is_one_version_or_an_error(
+def test_an_adapter_replaced_during_loading_is_one_version_or_an_error(
     checkpoint: Path, adapter: Path, tmp_path: Path
 ) -> None:
     """In a process of its own, which a memory map would end with SIGBUS."""
@@ -173,7 +173,7 @@ def test_no_value_of_a_configuration_is_quoted(checkpoint: Path, adapter: Path, 
 
 
 @pytest.mark.parametrize("content", [SECRET, f'["{SECRET}"]', f'{{"{SECRET}', b"\xff" + SECRET.encode()])
-def test_nothing_of_a_file_that_is_no_configuration_is_quoted(
+def test_no_content_of_a_malformed_configuration_is_quoted(
     checkpoint: Path, adapter: Path, content: str | bytes
 ) -> None:
     (adapter / CONFIG).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -98,7 +98,7 @@ def test_the_engine_describes_its_checkpoint(target: Pair) -> None:
     assert engine.tokenizer_digest == tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes())
 
 
-def test_costs_are_measured_for_what_fits_and_spare_other_sessions(small: Pair) -> None:
+def test_costs_are_measured_for_fitting_passes_and_leave_other_sessions_alone(small: Pair) -> None:
     engine, _ = small
     before = engine.forward([GOOD])
     began = time.perf_counter()
@@ -115,7 +115,7 @@ def test_costs_are_measured_for_what_fits_and_spare_other_sessions(small: Pair) 
     assert (engine.forward([GOOD]) == before).all()
 
 
-def test_any_thread_may_run_a_pass_and_uses_the_engines_threads(small: Pair) -> None:
+def test_any_thread_may_run_a_pass_with_the_engines_threads(small: Pair) -> None:
     engine, _ = small
     expected, found = engine.forward([GOOD]), []
 

@@ -62,7 +62,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig.executor.close()
 
 
-async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> None:
+async def test_copies_and_moves_run_in_order_before_the_pass(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
     rig.executor.prepare_slot(AcquiredSlot(3, 30, None))  # it has what it needs
@@ -74,7 +74,7 @@ async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> N
     assert rig.engine.asked == [("move", 1), *filled, ("move", 2), ("release", 3, 7), ("sample",), ("sample",)]
 
 
-async def test_what_was_asked_for_is_done_at_once_where_that_is_wanted(rig: Rig) -> None:
+async def test_queued_calls_run_at_once_when_the_caller_asks_for_it(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.run_queued()
     assert rig.engine.asked == [("move", 1)]
@@ -82,14 +82,14 @@ async def test_what_was_asked_for_is_done_at_once_where_that_is_wanted(rig: Rig)
     assert rig.engine.asked == [("move", 1), ("sample",)]
 
 
-async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:
+async def test_a_call_between_passes_runs_in_order(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.enqueue(lambda: rig.engine.asked.append(("later",)))
     assert await rig.executor.call(lambda: len(rig.engine.asked)) == 2
     assert rig.engine.asked == [("move", 1), ("later",)]
 
 
-async def test_a_flush_runs_what_is_queued_and_what_is_queued_meanwhile_in_the_thread_of_the_passes(rig: Rig) -> None:
+async def test_a_flush_runs_calls_queued_before_and_meanwhile_in_the_pass_thread(rig: Rig) -> None:
     threads: list[threading.Thread] = []
     loop = asyncio.get_running_loop()
 
@@ -143,7 +143,7 @@ async def test_short_passes_run_in_the_calling_thread_and_long_ones_in_another(
     assert {1, 2, 3} <= {*turns}  # other tasks run behind each
 
 
-async def test_another_engine_is_not_asked_for_what_was_due_to_the_one_before(rig: Rig) -> None:
+async def test_calls_queued_for_a_replaced_engine_are_dropped(rig: Rig) -> None:
     before, rig.engine = rig.engine, Engine()
     rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
     rig.executor.replace_engine(rig.engine)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_rank_0_of_two_gives_the_features_of_one() -> None:
         assert (leader.hidden() - alone.hidden()).abs().max() < 1e-4
 
 
-def test_what_an_engine_cannot_give_is_refused(engine_class: EngineClass) -> None:
+def test_features_that_an_engine_lacks_are_refused(engine_class: EngineClass) -> None:
     with pytest.raises(ConfigError, match="output of layer 6, and the target's layers below its last one are 1 to 5"):
         engine_of(engine_class, Features((2, 6), all_rows=True))
     with pytest.raises(ConfigError, match="only the native backend gives"):

@@ -24,7 +24,7 @@ from tests.engine.small_checkpoints import (
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers_for_every_shape(
+def test_logits_equal_those_of_transformers_for_every_shape(
     shape: str, engine_class: EngineClass, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, shape)
@@ -33,9 +33,7 @@ def test_logits_are_those_of_transformers_for_every_shape(
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(folder).logits(tokens))
 
 
-def test_a_machine_without_prepacked_linears_gets_the_same_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_prepacked_linears_gets_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path, "biased")
     prepacked = OnTorch.load(folder, dtype="float32", slots=1, threads=1)
     monkeypatch.setattr("outrider.engine.torch_layers.linear.can_prepack", lambda dtype: False)
@@ -95,7 +93,7 @@ def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_sessions_in_one_pass_equal_each_alone(pair: Pair, seed: int) -> None:
+def test_many_sessions_in_one_pass_equal_each_session_alone(pair: Pair, seed: int) -> None:
     """Prompts, single tokens and trees of very different lengths, in any order of slots."""
     engine, reference = pair
     random = np.random.default_rng(200 + seed)
@@ -146,7 +144,7 @@ def test_kv_after_many_commits_and_rollbacks_equals_a_fresh_prefill(pair: Pair, 
     assert_same(after, engine.forward([prompt(5, whole, wanted=2)]))
 
 
-def test_rows_that_overlap_are_all_read_before_one_is_written(small: Pair) -> None:
+def test_overlapping_rows_are_all_read_before_any_is_written(small: Pair) -> None:
     engine, _ = small
     random = np.random.default_rng(6)
     tokens = random_tokens(engine, random, 12)
@@ -161,7 +159,7 @@ def test_rows_that_overlap_are_all_read_before_one_is_written(small: Pair) -> No
     assert_same(engine.forward([prompt(0, probe, 12)]), engine.forward([prompt(1, np.append(tokens, probe), wanted=1)]))
 
 
-def test_a_session_never_sees_what_a_slot_held_before(small: Pair) -> None:
+def test_a_session_never_sees_earlier_rows_of_its_slot(small: Pair) -> None:
     engine, _ = small
     random = np.random.default_rng(7)
     for slot in range(engine.slots):
@@ -189,7 +187,7 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only(en
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(dtype: str) -> None:
+def test_a_row_without_context_gives_equal_bits_in_passes_of_every_size(dtype: str) -> None:
     """Linears are bitwise invariant, a single row included; attention over one key is exact.
 
     Those of oneDNN are not: with Intel's AMX its bfloat16 rounds otherwise from 33 rows on.

@@ -174,7 +174,7 @@ def test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time(
 
 @pytest.mark.parametrize("loading", [on_cpu, on_device])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(
+def test_a_session_in_a_warm_slot_continues_from_its_rows(
     kind: Kind, loading: Loading, small: Path, tmp_path: Path
 ) -> None:
     """In the same slot, behind a part of it, and in another that was copied from: the rest is another text."""
@@ -189,7 +189,7 @@ def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(
         draft_trees(case, {slot: text}, levels=2)
 
 
-def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None:
+def test_a_long_text_is_read_in_chunks_beside_other_texts(tmp_path: Path) -> None:
     """Also where the session did not draft while the text was generated."""
     shape, network = random_heads("eagle", TARGET, tmp_path)
     ends = read_target_embeddings(TARGET, torch.float32)
@@ -219,7 +219,7 @@ def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None
     assert np.abs(first.logits - expected).max() < 1e-3
 
 
-def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
+def test_heads_never_draft_padding(small: Path, tmp_path: Path) -> None:
     target = tmp_path / "padded"
     make_checkpoint(target)
     raw = json.loads((target / "config.json").read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [4090, 4352])
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_with_another_padding_than_the_target_draft_what_both_have(kind: Kind, rows: int, tmp_path: Path) -> None:
+def test_heads_with_another_padding_draft_only_ids_that_both_models_have(kind: Kind, rows: int, tmp_path: Path) -> None:
     """The tokenizer has 4,090 ids, the target 4,096."""
     target = short_tokenizer(tmp_path / "target", 4090)
     shape, _ = random_heads(kind, target, tmp_path / "heads", own_head=True)
@@ -360,7 +360,7 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, object], p
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 8, 32])
-def test_low_middle_and_high_are_layers_below_the_last_where_there_are_some(layers: int) -> None:
+def test_low_middle_and_high_features_come_from_layers_below_the_last(layers: int) -> None:
     found = low_middle_high(layers)
     assert all(1 <= layer < max(2, layers) for layer in found)
     assert list(found) == sorted(found)

@@ -175,7 +175,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_tree_chunks_or_rows(
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.6, 0.98])
-def test_a_tree_over_more_rows_than_one_product_takes_has_the_same_bits(plain: Bench, depth: float) -> None:
+def test_a_tree_over_more_rows_than_one_product_keeps_its_bits(plain: Bench, depth: float) -> None:
     random = np.random.default_rng(21)
     length = 108
     plain.engine.copy(REFERENCE, SESSION, length)
@@ -201,7 +201,7 @@ def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(dtype: Dtype, two_
     assert np.array_equal(together, np.concatenate(pieces))
 
 
-def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
+def test_invariant_logits_equal_those_of_transformers(bench: Bench) -> None:
     """In bfloat16 they are no further from them than torch's products of bfloat16, whose results are rounded, too."""
     expected = Reference.load(bench.folder).logits(bench.text)
     if bench.dtype == "float32":

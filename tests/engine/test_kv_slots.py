@@ -9,7 +9,7 @@ from outrider.errors import Overloaded
 STORY = list(range(100, 140))
 
 
-def test_a_session_comes_back_to_its_own_kv_but_for_the_last_token() -> None:
+def test_a_returning_session_finds_its_kv_except_the_last_token() -> None:
     slots = KvSlots(3)
     first = slots.acquire(STORY, "a")
     assert first.cached == 0
@@ -19,7 +19,7 @@ def test_a_session_comes_back_to_its_own_kv_but_for_the_last_token() -> None:
     assert slots.acquire(STORY, "a") == AcquiredSlot(first.slot, len(STORY) - 1, None)
 
 
-def test_another_tenant_gets_none_of_it() -> None:
+def test_another_tenant_gets_no_cached_rows() -> None:
     slots = KvSlots(1)
     slots.release(slots.acquire(STORY, "a").slot, STORY, "a")
     assert slots.acquire(STORY, "b").cached == 0
@@ -42,13 +42,13 @@ def test_a_session_whose_log_is_behind_its_kv_takes_its_own_slot_and_leaves_no_c
     assert slots.acquire([*STORY[:20], 7], "a", "s") == AcquiredSlot(mine, 20, None)
 
 
-def test_a_fork_takes_the_slot_itself_when_there_is_no_other() -> None:
+def test_a_fork_takes_over_the_slot_when_no_other_is_free() -> None:
     slots = KvSlots(1)
     slots.release(slots.acquire(STORY, "a").slot, STORY, "a")
     assert slots.acquire([*STORY[:20], 7], "a") == AcquiredSlot(0, 20, None)
 
 
-def test_the_least_recently_used_goes_first_and_empty_ones_before_it() -> None:
+def test_the_least_recently_used_slot_is_evicted_after_empty_ones() -> None:
     slots = KvSlots(3)
     texts = [[number * 100 + index for index in range(20)] for number in range(3)]
     places = [slots.acquire(text, "a").slot for text in texts]
@@ -61,14 +61,14 @@ def test_the_least_recently_used_goes_first_and_empty_ones_before_it() -> None:
     assert slots.acquire([*texts[1], 1], "a").cached == 20
 
 
-def test_running_out_is_overloaded() -> None:
+def test_a_request_without_a_free_slot_is_overloaded() -> None:
     slots = KvSlots(1)
     slots.acquire([1], "")
     with pytest.raises(Overloaded, match="all 1 slots"):
         slots.acquire([1], "")
 
 
-def test_where_the_model_was_replaced_nothing_that_slots_held_is_of_use() -> None:
+def test_replacing_the_model_discards_all_cached_kv() -> None:
     slots = KvSlots(2)
     slots.release(slots.acquire(STORY, "a", "s").slot, STORY, "a", "s")
     slots.clear()
@@ -76,7 +76,7 @@ def test_where_the_model_was_replaced_nothing_that_slots_held_is_of_use() -> Non
     assert slots.acquire(STORY, "a", "s").cached == 0
 
 
-def test_a_prompt_begins_with_what_a_running_session_has_of_it_by_now() -> None:
+def test_a_prompt_begins_with_the_computed_prefix_of_a_running_session() -> None:
     slots = KvSlots(3)
     running = slots.acquire(STORY, "a").slot
     assert slots.acquire([*STORY, 1], "a").cached == 0  # nothing of it is computed yet
@@ -86,7 +86,7 @@ def test_a_prompt_begins_with_what_a_running_session_has_of_it_by_now() -> None:
     assert place.slot != running
 
 
-def test_of_a_running_session_only_the_common_prefix_is_taken_and_only_by_its_tenant() -> None:
+def test_only_its_tenant_shares_the_common_prefix_of_a_running_session() -> None:
     slots = KvSlots(4)
     running = slots.acquire(STORY, "a").slot
     slots.mark_computed(running, 200)  # its answer, too
@@ -103,7 +103,7 @@ def test_a_free_slot_that_holds_as_much_is_taken_itself() -> None:
     assert slots.acquire([*STORY, 5], "a") == AcquiredSlot(free, len(STORY), None)
 
 
-def test_what_was_forgotten_or_given_back_is_the_prefix_of_no_session() -> None:
+def test_a_cleared_or_released_slot_is_no_prefix_of_a_session() -> None:
     slots = KvSlots(3)
     first, second = (slots.acquire(STORY, "a").slot for _ in range(2))
     slots.mark_computed(first, 30)
@@ -114,7 +114,7 @@ def test_what_was_forgotten_or_given_back_is_the_prefix_of_no_session() -> None:
     assert slots.acquire([*STORY, 1], "a").cached == 0
 
 
-def test_where_nothing_can_be_taken_back_a_running_session_is_no_beginning() -> None:
+def test_a_running_session_of_an_engine_without_rewind_is_not_shared() -> None:
     slots = KvSlots(2, rewinds=False)
     slots.mark_computed(slots.acquire(STORY, "a").slot, 20)
     assert slots.acquire([*STORY, 1], "a").cached == 0
@@ -123,7 +123,7 @@ def test_where_nothing_can_be_taken_back_a_running_session_is_no_beginning() -> 
 LONG = [*range(1000, 1200)]
 
 
-def test_it_has_the_keys_of_what_may_be_shared_the_latest_text_s_first() -> None:
+def test_slots_announce_keys_of_shareable_texts_the_latest_first() -> None:
     slots = KvSlots(3)
     old, other = [*range(70)], [*range(500, 600)]
     slots.release(slots.acquire(old, "a").slot, old, "a")
@@ -138,7 +138,7 @@ def test_it_has_the_keys_of_what_may_be_shared_the_latest_text_s_first() -> None
     assert slots.keys() == []
 
 
-def test_a_beginning_that_many_share_has_one_key_and_there_is_a_bound() -> None:
+def test_a_shared_prefix_has_one_key_and_the_number_of_keys_is_bounded() -> None:
     slots = KvSlots(200)
     for number in range(200):
         place = slots.acquire([*LONG, *([5000 + number] * 200)], "a")
@@ -148,7 +148,7 @@ def test_a_beginning_that_many_share_has_one_key_and_there_is_a_bound() -> None:
     assert set(prefix_keys(LONG, "a")) < set(keys)
 
 
-def test_where_nothing_can_be_taken_back_there_are_no_keys() -> None:
+def test_slots_of_an_engine_without_rewind_announce_no_keys() -> None:
     slots = KvSlots(2, rewinds=False)
     slots.release(slots.acquire(LONG, "a").slot, LONG, "a")
     assert slots.keys() == []

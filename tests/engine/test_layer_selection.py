@@ -41,7 +41,7 @@ def test_an_early_exit_is_the_first_layers_with_the_models_own_norm_and_head(
 
 
 @pytest.mark.parametrize("skip", [(0,), (1,), (2, 0), (3, 1, 4)])
-def test_skipped_layers_are_as_if_the_checkpoint_had_none_of_them(
+def test_skipping_layers_equals_a_checkpoint_without_them(
     engine_class: EngineClass, skip: tuple[int, ...], tmp_path: Path
 ) -> None:
     kept = [index for index in range(6) if index not in skip]
@@ -96,7 +96,7 @@ def test_layers_that_are_left_out_are_not_read(engine_class: EngineClass, tmp_pa
         (3, (1,), "skip: cannot be given together with layers"),
     ],
 )
-def test_what_leaves_no_model_is_refused_by_name(
+def test_a_layer_selection_that_leaves_no_model_is_refused_by_name(
     engine_class: EngineClass, layers: int | None, skip: Collection[int], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -26,7 +26,7 @@ def load(folder: Path, **changes: Any) -> Any:
     return load_engine(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **changes})
 
 
-def test_a_family_that_the_native_engine_knows_gets_it_unless_configured_otherwise(tmp_path: Path) -> None:
+def test_a_family_known_to_the_native_engine_gets_it_by_default(tmp_path: Path) -> None:
     native, other = make_checkpoint(tmp_path / "llama"), make_family(tmp_path / "gpt2", "gpt2")
     assert type(load(native)) is CpuEngine
     assert type(load(native, backend="transformers")) is TransformersEngine
@@ -56,9 +56,7 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
         ({"backend": "transformers"}, "llama"),
     ],
 )
-def test_the_error_of_what_needs_torch_names_how_to_install_it(
-    changes: dict[str, Any], what: str, tmp_path: Path
-) -> None:
+def test_a_setting_that_needs_torch_names_how_to_install_it(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     program = f"""
 import sys
@@ -74,7 +72,7 @@ load_engine(Path({str(folder)!r}), **{{"dtype": "float32", "slots": 1, **{change
     )
 
 
-def test_torch_serves_where_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_serves_if_the_environment_selects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
     assert load(make_checkpoint(tmp_path)).computed_by.endswith("OUTRIDER_ENGINE=torch is set")
 
@@ -118,7 +116,7 @@ def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:
         ({"numerics": "invariant"}, "numerics: invariant is for the native backend"),
     ],
 )
-def test_what_only_the_native_engine_can_do_is_refused_by_name(
+def test_settings_that_need_the_native_engine_are_refused_by_name(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     folder = make_family(tmp_path, "gpt2")
@@ -161,7 +159,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("missing", "dtype"), [("transformers", "float32"), ("torchao", "int8")])
-def test_a_package_that_is_missing_is_named_with_what_to_install(missing: str, dtype: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_install_command(missing: str, dtype: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2")
     script = (
         "import sys\n"
@@ -190,7 +188,7 @@ def test_the_native_engine_does_not_import_transformers(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
-def test_ids_that_must_not_be_chosen_need_the_backend_that_excludes_them(tmp_path: Path) -> None:
+def test_unpickable_ids_need_a_backend_that_excludes_them(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"outrider_unpadded_vocabulary": 100}), encoding="utf-8")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
-async def test_it_runs(example: str, reached: Reached) -> None:
+async def test_every_python_example_runs(example: str, reached: Reached) -> None:
     arguments = {
         "openai_client.py": [reached.gateway],
         "secured.py": [reached.router, reached.ca, reached.key_file],

@@ -48,7 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_it_streams_the_answer(built: Path, reached: Reached) -> None:
+async def test_the_typescript_example_streams_the_answer(built: Path, reached: Reached) -> None:
     output = await asyncio.to_thread(run, built, "npm", "start", "--silent", environment=reached.environment)
     key = reached.environment["OUTRIDER_API_KEY"]
     async with outrider.AsyncClient(reached.router, api_key=key, ca=reached.ca) as client:

@@ -104,7 +104,9 @@ def ray_over(hosts: list[Host], resources: list[str], folder: Path, **environmen
     yield Up(head.start(up, subprocess.PIPE, COLUMNS="120", **settings))
 
 
-async def test_three_hosts_and_then_two(expected: list[outrider.Generation], tmp_path: Path) -> None:
+async def test_ranks_of_a_lost_host_restart_on_the_remaining_hosts(
+    expected: list[outrider.Generation], tmp_path: Path
+) -> None:
     """The third host has one rank and the drafter, and goes: the ranks are started again on the second."""
     resources = ['{"front": 1}', '{"rank": 2}', '{"rank": 1, "edge": 1}']
     with network(3) as hosts, ray_over(hosts, resources, tmp_path) as up:

@@ -29,7 +29,7 @@ asyncio.run(main())
 """
 
 
-def test_a_checkpoint_from_the_hub_may_take_longer_than_one_that_is_there() -> None:
+def test_a_checkpoint_from_the_hub_gets_a_longer_start_limit_than_a_local_one() -> None:
     for there in (VerifierConfig(model=TARGET), DrafterConfig(model=DRAFTER), RouterConfig(models={"m": TARGET})):
         assert start_limit(there) == START_S
     named = Path("org/name")
@@ -37,7 +37,7 @@ def test_a_checkpoint_from_the_hub_may_take_longer_than_one_that_is_there() -> N
         assert start_limit(fetched) > 3600
 
 
-async def test_the_line_of_a_fetch_is_forwarded_at_once_and_once_and_the_rest_when_it_is_ready() -> None:
+async def test_fetch_progress_is_forwarded_at_once_and_other_lines_when_the_server_is_ready() -> None:
     forwarded: list[str] = []
     process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))
     output = asyncio.StreamReader()
@@ -52,7 +52,7 @@ async def test_the_line_of_a_fetch_is_forwarded_at_once_and_once_and_the_rest_wh
     assert forwarded == [lines[1], lines[0], lines[2], "serving"]
 
 
-async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_read() -> None:
+async def test_an_overlong_line_is_skipped_and_later_lines_are_read() -> None:
     """If the reading ended there, the server would wait for ever when it writes its log."""
     forwarded: list[str] = []
     process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))

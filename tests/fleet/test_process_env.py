@@ -20,6 +20,6 @@ asyncio.run(main())
 """
 
 
-def test_what_a_process_forks_beside_a_grpc_server_is_left_alone() -> None:
+def test_a_fork_beside_a_grpc_server_is_left_alone() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -65,7 +65,7 @@ async def health(address: str, service: str = "outrider.v1.Verifier") -> int:
         return int(answer.status)
 
 
-async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
+async def test_two_ranks_on_their_own_ray_answer_like_one_and_recover(
     expected: list[outrider.Generation],
 ) -> None:
     lines: list[str] = []
@@ -97,7 +97,7 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
             await asyncio.sleep(0.05)
 
 
-async def test_two_ranks_serve_an_adapter_as_one_does(tmp_path: Path) -> None:
+async def test_two_ranks_serve_an_adapter_like_one(tmp_path: Path) -> None:
     """The same texts with an adapter and without one, drafted for, as those of plain decoding on one rank."""
     make_adapter(TARGET, tmp_path / "sql", deviation=0.1)
 
@@ -133,14 +133,14 @@ async def test_two_ranks_serve_an_adapter_as_one_does(tmp_path: Path) -> None:
     assert_same(await texts(ranks=2, drafters=1), expected)
 
 
-async def test_the_modules_of_every_role_have_what_its_ranks_call() -> None:
+async def test_the_modules_of_every_role_have_the_functions_that_ranks_call() -> None:
     for server, loading in ranks.SERVICES.values():
         assert [*signature(import_module(server).run).parameters] == ["config", "redis_url", "announce", "group"]
         assert [*signature(import_module(loading).load_part).parameters] == ["config", "group"]
 
 
 @pytest.mark.long
-async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
+async def test_four_ranks_and_a_drafter_of_two_run_on_an_existing_ray_cluster(
     expected: list[outrider.Generation], ray_address: str
 ) -> None:
     small = {"dtype": "float32", "tensor_parallel": 2, "cpus": 0.5}
@@ -199,7 +199,7 @@ async def test_ranks_wait_for_nodes_that_are_still_joining(ray_address: str, red
         await asyncio.to_thread(end_node, node)
 
 
-async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_ray_is_named_with_its_install_command(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     before = dict(os.environ)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[ray\]'"):
@@ -207,7 +207,7 @@ async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monke
     assert dict(os.environ) == before
 
 
-async def test_a_ray_cluster_that_is_not_there_is_named(redis_url: str) -> None:
+async def test_a_missing_ray_cluster_is_named(redis_url: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     section = config(ranks=2, ray=address).verifier[0]
     with pytest.raises(Unavailable, match=f"no cluster at {address}"):

@@ -28,7 +28,7 @@ def config(count: int, **router: object) -> ClusterConfig:
     return ClusterConfig(router=section, verifier=[VERIFIER])
 
 
-async def test_routers_share_an_address_and_callers_of_one_that_dies_go_on_at_the_other() -> None:
+async def test_routers_share_an_address_and_callers_of_a_dead_one_continue_at_the_other() -> None:
     async with LocalCluster(config(2)) as cluster, AsyncExitStack() as stack:
         assert {name for name, one in cluster.processes.items() if one.role == "router"} == {"router", "router-1"}
         assert cluster.processes["router-1"].address == cluster.router_address
@@ -50,7 +50,7 @@ async def test_routers_share_an_address_and_callers_of_one_that_dies_go_on_at_th
         assert {stream.result.usage.completion_tokens for stream in streams} == {200}
 
 
-async def test_the_death_of_one_router_is_mended_and_that_of_all_ends_the_cluster(tmp_path: Path) -> None:
+async def test_a_dead_router_is_restarted_and_the_death_of_all_ends_the_cluster(tmp_path: Path) -> None:
     reports: list[str] = []
     async with LocalCluster(config(2)) as cluster:
         address = cluster.router_address

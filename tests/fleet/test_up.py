@@ -79,7 +79,7 @@ async def until(holds: Callable[[], bool], what: object) -> None:
     assert holds(), what
 
 
-async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions_run(
+async def test_drafters_are_added_and_removed_and_killed_servers_return_while_sessions_run(
     make: Make, tmp_path: Path, expected: list[outrider.Generation]
 ) -> None:
     file = tmp_path / "cluster.toml"
@@ -138,7 +138,9 @@ async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
 
 
 @pytest.mark.parametrize("token", ["another" * 8, ""], ids=["another", "none"])
-async def test_a_ray_that_demands_another_token_is_named_at_once(ray_address: str, tmp_path: Path, token: str) -> None:
+async def test_a_ray_cluster_that_demands_another_token_is_named_at_once(
+    ray_address: str, tmp_path: Path, token: str
+) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(FILE, encoding="utf-8")
     up = await asyncio.create_subprocess_exec(
@@ -177,7 +179,7 @@ async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-async def test_every_example_answers_with_speculation_as_it_does_without(
+async def test_every_example_gives_equal_answers_with_and_without_speculation(
     example: str, request: pytest.FixtureRequest
 ) -> None:
     config = load_cluster(ROOT / "examples" / f"{example}.toml")

@@ -21,7 +21,7 @@ from tests.router.rig import FOLDER, MODEL, SCRIPT, Rig, running_router
 
 
 @dataclass(frozen=True)
-class Front:
+class GatewayHarness:
     """A gateway, and what is behind it."""
 
     url: str
@@ -32,38 +32,38 @@ class Front:
 
 
 @asynccontextmanager
-async def fronted(
+async def gateway_harness(
     redis_url: str, verifier: FakeVerifier | None = None, *, gateway: dict[str, Any] | None = None, **router: Any
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[GatewayHarness]:
     verifier = verifier or FakeVerifier(SCRIPT)
     async with running_router(redis_url, **router) as rig, announced(verifier, rig.registry, MODEL.digest):
         with bound("127.0.0.1:0") as listening:
-            front = server(GatewayConfig(router=rig.address, **(gateway or {})))
-            serving = asyncio.create_task(front.serve([listening]))
+            harness = server(GatewayConfig(router=rig.address, **(gateway or {})))
+            serving = asyncio.create_task(harness.serve([listening]))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             try:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-                    yield Front(url, client, rig, verifier, front.metrics)
+                    yield GatewayHarness(url, client, rig, verifier, harness.metrics)
             finally:
-                front.should_exit = True
+                harness.should_exit = True
                 await serving
 
 
-Fronted = Callable[..., AbstractAsyncContextManager[Front]]
+MakeGatewayHarness = Callable[..., AbstractAsyncContextManager[GatewayHarness]]
 
 
 @pytest.fixture
-async def front(redis_url: str) -> AsyncIterator[Front]:
-    async with fronted(redis_url) as running:
+async def harness(redis_url: str) -> AsyncIterator[GatewayHarness]:
+    async with gateway_harness(redis_url) as running:
         yield running
 
 
 @pytest.fixture
-async def chat_front(redis_url: str, tmp_path: Path) -> AsyncIterator[Front]:
+async def chat_harness(redis_url: str, tmp_path: Path) -> AsyncIterator[GatewayHarness]:
     """One whose model has a chat template."""
     shutil.copytree(FOLDER, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
     )
-    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as running:
+    async with gateway_harness(redis_url, models={"target": tmp_path / "chat"}) as running:
         yield running

@@ -18,7 +18,7 @@ from outrider.gateway.schema import ResponseTerms
 from outrider.limits.tenant_shares import TenantShares
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
-from tests.gateway.conftest import fronted
+from tests.gateway.conftest import gateway_harness
 from tests.gateway.process import gateway_process
 from tests.loops import stalls
 from tests.router import fakes
@@ -31,7 +31,7 @@ PER_TOKEN = 1000  # bytes, with what the connections take; objects of rows and t
 ASKED: dict[str, Any] = {"model": "target", "prompt": "x", "n": ANSWERS, "max_tokens": TOKENS, "logprobs": ALTERNATIVES}
 
 
-async def test_log_probabilities_are_kept_as_the_wire_has_them_and_made_into_json_while_they_are_sent(
+async def test_log_probabilities_are_stored_as_sent_on_the_wire_and_serialized_while_sending(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
@@ -63,7 +63,7 @@ async def test_a_complete_answer_has_the_entries_of_a_streamed_one(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.gateway.answer_body.PIECE_CHARACTERS", 10)
-    async with fronted(redis_url) as front, httpx.AsyncClient(base_url=f"{front.url}/v1") as web:
+    async with gateway_harness(redis_url) as harness, httpx.AsyncClient(base_url=f"{harness.url}/v1") as web:
         asked: dict[str, Any] = {"model": "target", "prompt": "x", "max_tokens": 20, "logprobs": 3}
         whole = (await web.post("/completions", json=asked)).json()["choices"][0]
         events = (await web.post("/completions", json={**asked, "stream": True})).text.split("\n\n")
@@ -75,15 +75,17 @@ async def test_a_complete_answer_has_the_entries_of_a_streamed_one(
     assert whole["text"] == "".join(piece["text"] for piece in pieces)
 
 
-async def test_answers_count_in_their_tenants_share_before_they_begin(
+async def test_answers_count_for_their_tenants_share_before_they_begin(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
     most = 2**16  # bytes of bodies, so 128 KiB of answers for one tenant
-    async with fronted(redis_url, FakeVerifier(SCRIPT), auth="keys", gateway={"max_total_bytes": most}) as front:
-        stored = Keys(front.rig.client)
+    async with gateway_harness(
+        redis_url, FakeVerifier(SCRIPT), auth="keys", gateway={"max_total_bytes": most}
+    ) as harness:
+        stored = Keys(harness.rig.client)
         taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
-        async with httpx.AsyncClient(base_url=f"{front.url}/v1", timeout=60) as web:
+        async with httpx.AsyncClient(base_url=f"{harness.url}/v1", timeout=60) as web:
 
             async def post(key: str, **changes: Any) -> httpx.Response:
                 asked = {"model": "target", "prompt": "x", "max_tokens": 200, "logprobs": 20, **changes}
@@ -93,11 +95,11 @@ async def test_answers_count_in_their_tenants_share_before_they_begin(
             error = refused.json()["error"]
             assert (refused.status_code, error["param"]) == (400, "max_tokens")
             assert error["message"].startswith("max_tokens: must be at most 70 for 4 answers with 20 log-probabilities")
-            assert front.verifier.starts == []
+            assert harness.verifier.starts == []
 
-            front.verifier.pace_s = 0.01
+            harness.verifier.pace_s = 0.01
             running = asyncio.create_task(post(taker))
-            while not front.verifier.starts:
+            while not harness.verifier.starts:
                 await asyncio.sleep(0.01)
             full = await post(taker)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -109,14 +111,14 @@ async def test_answers_count_in_their_tenants_share_before_they_begin(
             assert (await post(taker, max_tokens=20)).status_code == 200  # what was sent counts no longer
 
 
-async def test_without_a_limit_an_answer_counts_for_the_models_context(
+async def test_an_answer_without_a_token_limit_counts_for_the_models_context(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
     chat = {"model": "target", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
     async with (
-        fronted(redis_url, gateway={"max_total_bytes": 2**16}) as front,
-        httpx.AsyncClient(base_url=f"{front.url}/v1") as web,
+        gateway_harness(redis_url, gateway={"max_total_bytes": 2**16}) as harness,
+        httpx.AsyncClient(base_url=f"{harness.url}/v1") as web,
     ):
         refused = await web.post("/chat/completions", json=chat)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_completion_tokens")
@@ -141,7 +143,7 @@ def terms(**changes: Any) -> ResponseTerms:
     return ResponseTerms(**{**fields, "token_limit": 10, "token_field": "max_tokens", **changes})
 
 
-async def test_contexts_are_asked_for_once_and_only_where_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_context_length_is_fetched_once_and_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     total = TenantShares(2**20, "bytes of answers")
     client: Any = ScriptedModels(context=100)
     bounds = AnswerBounds(timeout_s=1)
@@ -160,7 +162,7 @@ async def test_contexts_are_asked_for_once_and_only_where_they_matter(monkeypatc
     assert total.held == 0
 
 
-def test_what_was_not_reserved_counts_when_it_comes() -> None:
+def test_unreserved_bytes_count_when_they_arrive() -> None:
     total = TenantShares(1000, "bytes of answers")
     held = HeldAnswers(total, "")
     held.reserve(100)
@@ -181,7 +183,7 @@ def made_chunk(text: str) -> Chunk:
     return Chunk(text, (), (), 0, 0)
 
 
-def test_rows_are_the_entries_that_they_stand_for() -> None:
+def test_log_probability_rows_equal_their_entries() -> None:
     entries = [
         pb.TokenLogprobs(logprob=-0.5, top_ids=[3, 4], top_logprobs=[-0.5, -1.0], text=b"a", top_texts=[b"a", b"b"]),
         pb.TokenLogprobs(logprob=-2.0),

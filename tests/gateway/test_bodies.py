@@ -12,7 +12,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.core.json_bounds import MOST
 from outrider.gateway.multiplex import streams
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import GatewayHarness
 from tests.gateway.process import GatewayProcess, gateway_process
 from tests.loops import stalls
 from tests.router.fakes import FakeVerifier, announced
@@ -90,7 +90,7 @@ async def post(gateway: GatewayProcess, body: bytes) -> httpx.Response:
         return await web.post(path, content=body, headers=headers)
 
 
-async def test_a_body_of_too_many_or_too_deep_parts_is_refused_by_name_before_it_is_parsed(redis_url: str) -> None:
+async def test_a_body_with_too_many_or_too_deep_parts_is_refused_before_it_is_parsed(redis_url: str) -> None:
     async with served(redis_url) as gateway:
         held = gateway.forget_peak()
         for name, (body, field) in REFUSED.items():
@@ -102,7 +102,7 @@ async def test_a_body_of_too_many_or_too_deep_parts_is_refused_by_name_before_it
         assert await stalls([gateway.page]) == {gateway.page: 0}
 
 
-async def test_the_worst_bodies_of_twelve_callers_take_what_the_page_promises_and_no_loop_stands_still(
+async def test_the_worst_bodies_of_twelve_callers_keep_within_documented_memory(
     redis_url: str,
 ) -> None:
     async with served(redis_url) as gateway:
@@ -131,27 +131,29 @@ SCHEMA = "[" * LEVELS + "]" * LEVELS
         (f'"metadata":{DEEP}', "metadata"),
     ],
 )
-async def test_json_that_is_too_deep_is_an_error_that_names_its_field(front: Front, extra: str, field: str) -> None:
+async def test_json_that_is_too_deep_is_an_error_that_names_its_field(
+    harness: GatewayHarness, extra: str, field: str
+) -> None:
     body = f"{{{MESSAGES},{extra}}}".encode()
-    async with httpx.AsyncClient(base_url=front.url) as web:
+    async with httpx.AsyncClient(base_url=harness.url) as web:
         answer = await web.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", field)
     assert error["message"] == f"{field}: has more than 64 levels of lists and objects"
 
 
-async def test_a_schema_of_honest_depth_is_passed_on(front: Front) -> None:
+async def test_a_schema_of_honest_depth_is_passed_on(harness: GatewayHarness) -> None:
     schema: dict[str, object] = {"type": "string"}
     for _ in range(15):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    answer = await front.client.completions.create(
+    answer = await harness.client.completions.create(
         model="target", prompt="x", max_tokens=1, extra_body={"guided_json": schema}
     )
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_choices_of_a_request_share_one_request_and_have_keys_of_their_own(front: Front) -> None:
-    client = AsyncClient(front.rig.address)
+async def test_choices_of_a_request_share_one_request_and_have_keys_of_their_own(harness: GatewayHarness) -> None:
+    client = AsyncClient(harness.rig.address)
     try:
         ((first, *others), (second, *_)) = await streams(client, ["a", "b"], 3, {"seed": 7, "max_tokens": 1}, 10)
         requests = [each._request for each in (first, *others, second)]

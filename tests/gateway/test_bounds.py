@@ -20,7 +20,7 @@ from outrider.gateway.transport import connections
 from outrider.limits import slow_refusals
 from outrider.limits.tenant_shares import TenantShares
 from outrider.store.keys import Keys
-from tests.gateway.conftest import Front, fronted
+from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.router.rig import until
 
 BODY = json.dumps({"model": "target", "prompt": "x", "max_tokens": 1}).encode()
@@ -61,8 +61,8 @@ class Raw:
 
 
 @asynccontextmanager
-async def connected(front: Front) -> AsyncIterator[Raw]:
-    host, _, port = front.url.removeprefix("http://").rpartition(":")
+async def connected(harness: GatewayHarness) -> AsyncIterator[Raw]:
+    host, _, port = harness.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         yield Raw(reader, writer)
@@ -71,18 +71,18 @@ async def connected(front: Front) -> AsyncIterator[Raw]:
 
 
 @pytest.mark.parametrize("announced", ANNOUNCED)
-async def test_nothing_of_a_body_is_read_before_its_key_is_accepted(redis_url: str, announced: str) -> None:
+async def test_no_byte_of_a_body_is_read_before_its_key_is_accepted(redis_url: str, announced: str) -> None:
     """A server sends 100 (Continue) when it begins to read. The client sends no byte of a body."""
-    async with fronted(redis_url, auth="keys") as front:
-        good, _ = await Keys(front.rig.client).add("one")
+    async with gateway_harness(redis_url, auth="keys") as harness:
+        good, _ = await Keys(harness.rig.client).add("one")
         for key, status in (("outrider_wrong", 401), ("", 401), ("two words", 401), (good, 100)):
-            async with connected(front) as raw:
+            async with connected(harness) as raw:
                 raw.send_head(key, ANNOUNCED[announced], "expect: 100-continue")
                 assert await raw.status() == status
 
 
 @pytest.mark.parametrize("key", ["outrider_wrong", None])
-async def test_many_requests_with_one_key_are_one_call_of_the_router(
+async def test_many_requests_with_one_key_check_it_once_at_the_router(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     calls = 0
@@ -95,9 +95,9 @@ async def test_many_requests_with_one_key_are_one_call_of_the_router(
 
     monkeypatch.setattr(AsyncClient, "check_key", counted)
     monkeypatch.setattr(keys, "VERDICT_S", 3600.0)
-    async with fronted(redis_url, auth="keys") as front:
-        bearer = key or (await Keys(front.rig.client).add("one"))[0]
-        async with httpx.AsyncClient(base_url=front.url, headers={"authorization": f"Bearer {bearer}"}) as web:
+    async with gateway_harness(redis_url, auth="keys") as harness:
+        bearer = key or (await Keys(harness.rig.client).add("one"))[0]
+        async with httpx.AsyncClient(base_url=harness.url, headers={"authorization": f"Bearer {bearer}"}) as web:
             answers = [await asyncio.gather(*(web.get("/v1/models") for _ in range(8))) for _ in range(2)]
     assert {answer.status_code for some in answers for answer in some} == {401 if key else 200}
     assert calls == 1
@@ -107,10 +107,10 @@ async def test_a_key_that_is_revoked_is_refused_when_its_verdict_has_expired(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "VERDICT_S", 0.0)
-    async with fronted(redis_url, auth="keys") as front:
-        stored = Keys(front.rig.client)
+    async with gateway_harness(redis_url, auth="keys") as harness:
+        stored = Keys(harness.rig.client)
         secret, key = await stored.add("one")
-        async with httpx.AsyncClient(base_url=front.url, headers={"authorization": f"Bearer {secret}"}) as web:
+        async with httpx.AsyncClient(base_url=harness.url, headers={"authorization": f"Bearer {secret}"}) as web:
             assert (await web.get("/v1/models")).status_code == 200
             await stored.revoke(key.key_id)
             while (await web.get("/v1/models")).status_code != 401:  # the router remembers it for a moment
@@ -121,10 +121,10 @@ async def test_checks_of_a_key_take_nothing_from_its_tenants_rate(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "VERDICT_S", 0.0)  # each request has its key checked
-    async with fronted(redis_url, auth="keys", tenant_requests_per_s=0.001) as front:
-        secret, _ = await Keys(front.rig.client).add("one")
+    async with gateway_harness(redis_url, auth="keys", tenant_requests_per_s=0.001) as harness:
+        secret, _ = await Keys(harness.rig.client).add("one")
         headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
-        async with httpx.AsyncClient(base_url=front.url, headers=headers) as web:
+        async with httpx.AsyncClient(base_url=harness.url, headers=headers) as web:
             assert (await web.get("/v1/models")).status_code == 200
             assert (await web.post("/v1/completions", content=BODY)).status_code == 200
             refused = await web.get("/v1/models")  # two requests of a kind are more than the rate allows
@@ -152,7 +152,7 @@ class ScriptedRouter:
         return "one"
 
 
-async def test_unknown_keys_neither_displace_accepted_ones_nor_take_their_calls(
+async def test_unknown_keys_neither_displace_accepted_keys_nor_use_up_their_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keys, "MAX_VERDICTS", 2)
@@ -195,7 +195,7 @@ async def test_a_router_that_is_away_is_no_verdict() -> None:
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_refused(redis_url: str) -> None:
-    async with fronted(redis_url, gateway={"body_s": 0.1}) as front, connected(front) as raw:
+    async with gateway_harness(redis_url, gateway={"body_s": 0.1}) as harness, connected(harness) as raw:
         raw.send_head("any", f"content-length: {len(BODY)}")
         raw.writer.write(BODY[:1])
         assert await raw.status() == 408
@@ -203,9 +203,9 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused(redis_url: str) ->
 
 async def test_an_answer_may_take_longer_than_its_request(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
-    async with fronted(redis_url, gateway={"body_s": 0.1}) as front:
-        front.verifier.pace_s = 0.4
-        async with connected(front) as raw:
+    async with gateway_harness(redis_url, gateway={"body_s": 0.1}) as harness:
+        harness.verifier.pace_s = 0.4
+        async with connected(harness) as raw:
             raw.send_head("any", f"content-length: {len(BODY)}")
             raw.writer.write(BODY)
             assert await raw.status() == 200
@@ -229,10 +229,10 @@ def totals(monkeypatch: pytest.MonkeyPatch) -> list[TenantShares]:
 async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, totals: list[TenantShares]) -> None:
     most, typed = 2 * len(BODY), {"content-type": "application/json"}
     async with (
-        fronted(redis_url, gateway={"max_total_bytes": most}) as front,
-        httpx.AsyncClient(base_url=front.url) as web,
+        gateway_harness(redis_url, gateway={"max_total_bytes": most}) as harness,
+        httpx.AsyncClient(base_url=harness.url) as web,
     ):
-        async with connected(front) as raw:
+        async with connected(harness) as raw:
             raw.send_head("any", f"content-length: {most}")
             raw.writer.write(bytes(len(BODY) + 1))
             await until(lambda: totals[0].held == len(BODY) + 1)
@@ -242,13 +242,13 @@ async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, t
         assert (await web.post("/v1/completions", content=BODY, headers=typed)).status_code == 200
 
 
-async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, totals: list[TenantShares]) -> None:
+async def test_a_tenants_bodies_leave_capacity_for_other_tenants(redis_url: str, totals: list[TenantShares]) -> None:
     most = 8 * len(BODY)
-    async with fronted(redis_url, auth="keys", gateway={"max_total_bytes": most}) as front:
-        stored = Keys(front.rig.client)
+    async with gateway_harness(redis_url, auth="keys", gateway={"max_total_bytes": most}) as harness:
+        stored = Keys(harness.rig.client)
         taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
         also_takers, _ = await stored.add("taker")
-        async with httpx.AsyncClient(base_url=front.url) as web:
+        async with httpx.AsyncClient(base_url=harness.url) as web:
 
             async def answer(key: str, content: bytes = BODY) -> httpx.Response:
                 headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
@@ -259,7 +259,7 @@ async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, 
             several = await answer(taker, BODY.replace(b'"max_tokens"', b'"n": 4, "max_tokens"'))
             assert (several.status_code, several.json()["error"]["param"]) == (400, "n")
 
-            async with connected(front) as raw:
+            async with connected(harness) as raw:
                 raw.send_head(taker, f"content-length: {4 * len(BODY)}")
                 raw.writer.write(BODY * 3 + BODY[1:])
                 await until(lambda: totals[0].held == 4 * len(BODY) - 1)
@@ -271,7 +271,7 @@ async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, 
             assert (await answer(taker)).status_code == 200
 
 
-def test_each_further_tenant_finds_room() -> None:
+def test_each_further_tenant_gets_a_share() -> None:
     held = TenantShares(64, "bytes")
     for tenant, share in (("a", 32), ("b", 16), ("c", 8), ("d", 4)):
         held.add(tenant, share)
@@ -300,17 +300,17 @@ def test_a_share_is_one_at_least() -> None:
         held.add("a", 1)
 
 
-async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url: str) -> None:
-    async with fronted(redis_url, auth="keys", gateway={"max_requests": 4}) as front:
-        stored = Keys(front.rig.client)
+async def test_a_tenants_slow_requests_leave_capacity_for_other_tenants(redis_url: str) -> None:
+    async with gateway_harness(redis_url, auth="keys", gateway={"max_requests": 4}) as harness:
+        stored = Keys(harness.rig.client)
         taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
         also_takers, _ = await stored.add("taker")
-        async with httpx.AsyncClient(base_url=front.url) as web:
+        async with httpx.AsyncClient(base_url=harness.url) as web:
 
             async def models(key: str) -> httpx.Response:
                 return await web.get("/v1/models", headers={"authorization": f"Bearer {key}"})
 
-            async with connected(front) as one, connected(front) as two:
+            async with connected(harness) as one, connected(harness) as two:
                 for raw, key in ((one, taker), (two, also_takers)):
                     raw.send_head(key, f"content-length: {LARGE}", "expect: 100-continue")
                     assert await raw.status() == 100  # its body is awaited
@@ -323,15 +323,15 @@ async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url
 
 
 @pytest.mark.parametrize(("known", "status"), [(False, 401), (True, 400)], ids=["stranger", "tenant"])
-async def test_who_is_refused_all_the_time_is_refused_slowly(
+async def test_a_caller_that_is_refused_repeatedly_is_refused_slowly(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, known: bool, status: int
 ) -> None:
     monkeypatch.setattr(slow_refusals, "QUICK_PER_S", 1e-3)  # of each caller one refusal is quick
     monkeypatch.setattr(slow_refusals, "MAX_HELD_OF_KEY", 1)
     over = asyncio.Event()
     monkeypatch.setattr(slow_refusals, "pause", over.wait)
-    async with fronted(redis_url, auth="keys") as front, httpx.AsyncClient(base_url=front.url) as web:
-        stored = Keys(front.rig.client)
+    async with gateway_harness(redis_url, auth="keys") as harness, httpx.AsyncClient(base_url=harness.url) as web:
+        stored = Keys(harness.rig.client)
         tenant, other = [(await stored.add(name))[0] for name in ("tenant", "other")]
         key = tenant if known else "outrider_wrong"
 
@@ -353,7 +353,7 @@ async def test_a_body_counts_once_for_each_answer(redis_url: str) -> None:
     body = json.dumps({"model": "target", "prompt": "x", "max_tokens": 1, "n": 5, "user": "x" * 1000}).encode()
     typed = {"content-type": "application/json"}
     most = {"max_total_bytes": 4 * len(body)}
-    async with fronted(redis_url, gateway=most) as front, httpx.AsyncClient(base_url=front.url) as web:
+    async with gateway_harness(redis_url, gateway=most) as harness, httpx.AsyncClient(base_url=harness.url) as web:
         refused = await web.post("/v1/completions", content=body, headers=typed)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         assert "must be at most 4" in refused.json()["error"]["message"]
@@ -363,8 +363,11 @@ async def test_a_body_counts_once_for_each_answer(redis_url: str) -> None:
 
 
 async def test_requests_beyond_their_number_are_refused_and_health_is_not(redis_url: str) -> None:
-    async with fronted(redis_url, gateway={"max_requests": 1}) as front, httpx.AsyncClient(base_url=front.url) as web:
-        async with connected(front) as raw:
+    async with (
+        gateway_harness(redis_url, gateway={"max_requests": 1}) as harness,
+        httpx.AsyncClient(base_url=harness.url) as web,
+    ):
+        async with connected(harness) as raw:
             raw.send_head("any", f"content-length: {LARGE}", "expect: 100-continue")
             assert await raw.status() == 100
             refused = await web.get("/v1/models")
@@ -376,9 +379,9 @@ async def test_requests_beyond_their_number_are_refused_and_health_is_not(redis_
 
 async def test_connections_beyond_their_number_are_closed(redis_url: str) -> None:
     async with (
-        fronted(redis_url, gateway={"max_connections": 1}) as front,
-        connected(front) as first,
-        connected(front) as second,
+        gateway_harness(redis_url, gateway={"max_connections": 1}) as harness,
+        connected(harness) as first,
+        connected(harness) as second,
     ):
         await second.ended()
         first.send_head("any", f"content-length: {len(BODY)}")
@@ -391,7 +394,7 @@ async def test_a_connection_without_a_request_is_closed(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.1)
-    async with fronted(redis_url) as front, connected(front) as raw:
+    async with gateway_harness(redis_url) as harness, connected(harness) as raw:
         raw.writer.write(sent)
         await raw.ended()
 
@@ -400,7 +403,7 @@ async def test_a_body_that_was_refused_is_not_received_for_long(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.1)
-    async with fronted(redis_url, auth="keys") as front, connected(front) as raw:
+    async with gateway_harness(redis_url, auth="keys") as harness, connected(harness) as raw:
         raw.send_head("outrider_wrong", f"content-length: {LARGE}")
         assert await raw.status() == 401
         ending = asyncio.create_task(raw.ended())

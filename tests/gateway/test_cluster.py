@@ -80,7 +80,7 @@ def _url(cluster: LocalCluster) -> str:
     return f"https://{cluster.processes['gateway'].address}/v1"
 
 
-async def test_its_certificate_is_its_own_and_keys_go_on_to_the_router(
+async def test_the_gateway_has_its_own_certificate_and_forwards_keys_to_the_router(
     cluster: LocalCluster, client: openai.AsyncOpenAI
 ) -> None:
     assert [model.id async for model in client.models.list()] == ["target"]
@@ -91,7 +91,7 @@ async def test_its_certificate_is_its_own_and_keys_go_on_to_the_router(
             await web.get(f"{_url(cluster)}/models")
 
 
-async def test_its_metrics_are_on_a_port_of_their_own(client: openai.AsyncOpenAI) -> None:
+async def test_the_gateways_metrics_have_their_own_port(client: openai.AsyncOpenAI) -> None:
     await client.completions.create(model="target", prompt="x", max_tokens=1)
     (page,) = {line.rpartition(" ")[2] for line in LINES if "gateway: metrics at " in line}
     async with httpx.AsyncClient() as web:

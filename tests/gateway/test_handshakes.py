@@ -13,7 +13,7 @@ import pytest
 
 from outrider.gateway.transport import tls_connections
 from outrider.rpc.certificates import make
-from tests.gateway.conftest import fronted
+from tests.gateway.conftest import gateway_harness
 from tests.gateway.process import gateway_process
 from tests.router.rig import running_router
 
@@ -71,14 +71,14 @@ async def test_connections_in_their_handshake_count_and_end_in_ten_seconds(redis
                 assert (await web.get(f"https://{gateway.address}/health")).status_code == 200
 
 
-async def test_silent_handshakes_leave_no_trace_and_served_connections_count_beside_them(
+async def test_silent_handshakes_leave_no_trace_and_served_connections_are_counted(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_connections, "HANDSHAKE_S", 2.0)
     certificate = flags(tmp_path)
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.pem")
-    async with fronted(redis_url, gateway={**certificate, "max_connections": 2}) as front:
-        address = front.url.removeprefix("http://")
+    async with gateway_harness(redis_url, gateway={**certificate, "max_connections": 2}) as harness:
+        address = harness.url.removeprefix("http://")
         async with httpx.AsyncClient(verify=trusting) as web:
             assert (await web.get(f"https://{address}/health")).status_code == 200
             seconds = await held(address, 4, 15)  # one beside the connection that is open
@@ -92,8 +92,8 @@ async def test_silent_handshakes_leave_no_trace_and_served_connections_count_bes
 async def test_plain_http_at_a_port_of_tls_is_no_error_of_the_gateway(
     redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fronted(redis_url, gateway=flags(tmp_path)) as front:
-        address = front.url.removeprefix("http://")
+    async with gateway_harness(redis_url, gateway=flags(tmp_path)) as harness:
+        address = harness.url.removeprefix("http://")
         async with httpx.AsyncClient() as web:
             with pytest.raises(httpx.HTTPError):
                 await web.get(f"http://{address}/health")

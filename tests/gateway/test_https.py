@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outrider.rpc.certificates import make, renew
-from tests.gateway.conftest import fronted
+from tests.gateway.conftest import gateway_harness
 
 
 def trusting(folder: Path) -> ssl.SSLContext:
@@ -31,15 +31,15 @@ def presented(folder: Path, port: int, name: str | None) -> str:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 
-async def test_new_connections_get_renewed_files_and_open_ones_go_on(
+async def test_new_connections_get_renewed_files_and_open_connections_continue(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path)
     metrics: dict[str, Callable[[], float]] = {}
     monkeypatch.setattr("outrider.gateway.metrics.register_metric", metrics.__setitem__)
     cert, key = tmp_path / "gateway.pem", tmp_path / "gateway.key"
-    async with fronted(redis_url, gateway={"cert": cert, "key": key}) as front:
-        port = int(front.url.rpartition(":")[2])
+    async with gateway_harness(redis_url, gateway={"cert": cert, "key": key}) as harness:
+        port = int(harness.url.rpartition(":")[2])
         connected = http.client.HTTPSConnection("127.0.0.1", port, context=trusting(tmp_path), timeout=10)
 
         def asked(path: str) -> int:

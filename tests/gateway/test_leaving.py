@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from outrider.client import AsyncStream, Chunk, _calls
-from tests.gateway.conftest import fronted
+from tests.gateway.conftest import gateway_harness
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier
 from tests.router.rig import SCRIPT, finished_reason, until
@@ -34,16 +34,16 @@ def closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_several_answers_ends_them_all(redis_url: str, stream: bool) -> None:
-    async with fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front:
-        async with httpx.AsyncClient(base_url=front.url) as web:
+async def test_a_client_that_disconnects_ends_all_of_its_answers(redis_url: str, stream: bool) -> None:
+    async with gateway_harness(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as harness:
+        async with httpx.AsyncClient(base_url=harness.url) as web:
             asking = asyncio.create_task(_read(web, {**ASKED, "stream": stream}))
-            await until(lambda: front.verifier.open == 4 and front.verifier.steps > 16 and len(ours()) >= 4)
+            await until(lambda: harness.verifier.open == 4 and harness.verifier.steps > 16 and len(ours()) >= 4)
             asking.cancel()
-        await until(lambda: front.verifier.open == 0)
-        for start in front.verifier.starts:
-            assert await finished_reason(front.rig, start.session_id) == "cancelled"
-        await until(lambda: not ours() and front.metrics.running == 0)
+        await until(lambda: harness.verifier.open == 0)
+        for start in harness.verifier.starts:
+            assert await finished_reason(harness.rig, start.session_id) == "cancelled"
+        await until(lambda: not ours() and harness.metrics.running == 0)
 
 
 async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:
             pass
 
 
-async def test_of_an_answer_that_is_not_read_the_gateway_takes_no_more_from_the_router(
+async def test_the_gateway_stops_reading_an_answer_that_its_caller_does_not_read(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * LONG)
@@ -66,10 +66,10 @@ async def test_of_an_answer_that_is_not_read_the_gateway_takes_no_more_from_the_
         return chunk
 
     monkeypatch.setattr(AsyncStream, "next", counted)
-    async with fronted(redis_url, FakeVerifier(SCRIPT, stride=64)) as front:
+    async with gateway_harness(redis_url, FakeVerifier(SCRIPT, stride=64)) as harness:
         with socket.socket() as unread:
             unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the kernel's megabytes are not the gateway's
-            unread.connect(("127.0.0.1", int(front.url.rpartition(":")[2])))
+            unread.connect(("127.0.0.1", int(harness.url.rpartition(":")[2])))
             body = json.dumps({**ASKED, "max_tokens": LONG, "logprobs": 20})
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
             unread.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.config import GatewayConfig
 from outrider.gateway.server import bound, server
-from tests.gateway.conftest import Front, fronted
+from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.router.fakes import CONTEXT, FakeVerifier
 from tests.router.rig import ANSWER, FOLDER, MODEL, SCRIPT, finished_reason, until
 
@@ -21,16 +21,16 @@ PROMPT = "import os\n"
 PROMPT_TOKENS = len(MODEL.tokenizer.encode(PROMPT).ids)
 
 
-async def test_models_are_listed_and_one_is_shown(front: Front) -> None:
-    listed = [model async for model in front.client.models.list()]
+async def test_models_are_listed_and_one_is_shown(harness: GatewayHarness) -> None:
+    listed = [model async for model in harness.client.models.list()]
     assert [(model.id, model.object, model.owned_by) for model in listed] == [("target", "model", "outrider")]
-    assert (await front.client.models.retrieve("target")).id == "target"
+    assert (await harness.client.models.retrieve("target")).id == "target"
     with pytest.raises(openai.NotFoundError):
-        await front.client.models.retrieve("other")
+        await harness.client.models.retrieve("other")
 
 
-async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) -> None:
-    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=len(SCRIPT), seed=3)
+async def test_a_completion_has_the_router_s_answer_and_its_usage(harness: GatewayHarness) -> None:
+    answer = await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=len(SCRIPT), seed=3)
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", "target")
     (choice,) = answer.choices
@@ -54,12 +54,12 @@ async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) 
         "num_accepted_draft_tokens": 0,
         "num_spec_tokens": 4,
     }
-    start = front.verifier.starts[0]
+    start = harness.verifier.starts[0]
     assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
 
 
-async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
-    stream = await front.client.completions.create(
+async def test_a_stream_brings_the_whole_answer_in_pieces(harness: GatewayHarness) -> None:
+    stream = await harness.client.completions.create(
         model="target", prompt=PROMPT, max_tokens=len(SCRIPT), stream=True, stream_options={"include_usage": True}
     )
     pieces = [piece async for piece in stream]
@@ -72,30 +72,30 @@ async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
     assert (pieces[-1].model_extra or {})["metrics"]["speculative_decoding"]["num_spec_steps"] == len(SCRIPT)
 
 
-async def test_several_choices_and_prompts_have_their_indices_and_prompts_count_once(front: Front) -> None:
-    answer = await front.client.completions.create(model="target", prompt=[PROMPT, "x"], max_tokens=2, n=2)
+async def test_choices_are_numbered_over_all_prompts_and_each_prompt_counts_once(harness: GatewayHarness) -> None:
+    answer = await harness.client.completions.create(model="target", prompt=[PROMPT, "x"], max_tokens=2, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == PROMPT_TOKENS + len(MODEL.tokenizer.encode("x").ids)
-    assert sorted(start.contract.choice for start in front.verifier.starts) == [0, 0, 1, 1]
-    assert len({start.contract.seed for start in front.verifier.starts}) == 1
-    stream = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=2, n=3, stream=True)
+    assert sorted(start.contract.choice for start in harness.verifier.starts) == [0, 0, 1, 1]
+    assert len({start.contract.seed for start in harness.verifier.starts}) == 1
+    stream = await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=2, n=3, stream=True)
     ends = [piece.choices[0].index async for piece in stream if piece.choices[0].finish_reason]
     assert sorted(ends) == [0, 1, 2]
 
 
-async def test_token_ids_are_a_prompt(front: Front) -> None:
-    await front.client.completions.create(model="target", prompt=SCRIPT[:5], max_tokens=1)
-    assert list(front.verifier.starts[0].tokens) == SCRIPT[:5]
+async def test_token_ids_are_a_prompt(harness: GatewayHarness) -> None:
+    await harness.client.completions.create(model="target", prompt=SCRIPT[:5], max_tokens=1)
+    assert list(harness.verifier.starts[0].tokens) == SCRIPT[:5]
 
 
-async def test_a_stop_string_is_no_part_of_the_text(front: Front) -> None:
-    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=60, stop=["return"])
+async def test_a_stop_string_is_no_part_of_the_text(harness: GatewayHarness) -> None:
+    answer = await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=60, stop=["return"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER.partition("return")[0], "stop")
 
 
-async def test_log_probabilities_name_their_tokens(front: Front) -> None:
-    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=4, logprobs=2)
+async def test_log_probabilities_name_their_tokens(harness: GatewayHarness) -> None:
+    answer = await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=4, logprobs=2)
     found = answer.choices[0].logprobs
     assert found is not None
     assert found.tokens is not None
@@ -106,11 +106,11 @@ async def test_log_probabilities_name_their_tokens(front: Front) -> None:
     assert all(isinstance(entry, dict) for entry in found.top_logprobs)
 
 
-async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
-    await front.client.completions.create(
+async def test_outrider_options_travel_in_the_extra_body(harness: GatewayHarness) -> None:
+    await harness.client.completions.create(
         model="target", prompt=PROMPT, max_tokens=1, extra_body={"outrider": {"speculation": "off", "top_k": 7}}
     )
-    start = front.verifier.starts[0]
+    start = harness.verifier.starts[0]
     assert (start.plan.depth, start.contract.top_k) == (0, 7)
 
 
@@ -151,20 +151,20 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_wrong_is_refused_as_openai_does(
-    front: Front, wrong: dict[str, Any], status: int, param: str | None, fragment: str, stream: bool
+async def test_an_invalid_request_is_refused_with_an_openai_error(
+    harness: GatewayHarness, wrong: dict[str, Any], status: int, param: str | None, fragment: str, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
     with pytest.raises(openai.APIStatusError) as refused:
-        await front.client.completions.create(**asked)
+        await harness.client.completions.create(**asked)
     error = refused.value
     assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
     assert fragment in error.message
-    assert front.verifier.starts == []
+    assert harness.verifier.starts == []
 
 
-async def test_what_is_no_json_or_not_there_has_an_error_of_the_same_shape(front: Front) -> None:
-    async with httpx.AsyncClient(base_url=front.url) as web:
+async def test_malformed_json_and_unknown_paths_get_openai_errors(harness: GatewayHarness) -> None:
+    async with httpx.AsyncClient(base_url=harness.url) as web:
         broken = await web.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
         missing = await web.post("/v1/completions", json={"model": "target"})
         elsewhere = await web.post("/v1/embeddings", json={})
@@ -182,8 +182,8 @@ async def test_a_body_that_is_too_large_is_refused_unread(redis_url: str, announ
             yield b" " * 1024
 
     async with (
-        fronted(redis_url, gateway={"max_request_bytes": 4096}) as front,
-        httpx.AsyncClient(base_url=front.url) as web,
+        gateway_harness(redis_url, gateway={"max_request_bytes": 4096}) as harness,
+        httpx.AsyncClient(base_url=harness.url) as web,
     ):
         answer = await web.post("/v1/completions", content=b" " * 65536 if announced else parts())
         assert answer.status_code == 413
@@ -193,61 +193,61 @@ async def test_a_body_that_is_too_large_is_refused_unread(redis_url: str, announ
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_stops_the_verifier(redis_url: str, stream: bool) -> None:
-    async with fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front:
-        asking = asyncio.create_task(_read(front, stream))
-        await until(lambda: front.verifier.steps > 2)
+    async with gateway_harness(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as harness:
+        asking = asyncio.create_task(_read(harness, stream))
+        await until(lambda: harness.verifier.steps > 2)
         asking.cancel()
-        await until(lambda: front.verifier.open == 0)
-        assert await finished_reason(front.rig, front.verifier.starts[0].session_id) == "cancelled"
+        await until(lambda: harness.verifier.open == 0)
+        assert await finished_reason(harness.rig, harness.verifier.starts[0].session_id) == "cancelled"
 
 
-async def _read(front: Front, stream: bool) -> None:
-    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=50, stream=stream)
+async def _read(harness: GatewayHarness, stream: bool) -> None:
+    answer = await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=50, stream=stream)
     if isinstance(answer, openai.AsyncStream):
         async for _ in answer:
             pass
 
 
 async def test_keys_are_judged_by_the_router(redis_url: str) -> None:
-    async with fronted(redis_url, auth="keys") as front:
+    async with gateway_harness(redis_url, auth="keys") as harness:
         with pytest.raises(openai.AuthenticationError) as refused:
-            await front.client.completions.create(model="target", prompt=PROMPT)
+            await harness.client.completions.create(model="target", prompt=PROMPT)
         assert refused.value.code == "invalid_api_key"
-        async with httpx.AsyncClient(base_url=front.url) as web:
+        async with httpx.AsyncClient(base_url=harness.url) as web:
             assert (await web.get("/health")).status_code == 200  # it needs no key
 
 
-async def test_a_refusal_for_lack_of_room_names_when_to_come_back(redis_url: str) -> None:
+async def test_an_overloaded_refusal_has_a_retry_time(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.1)
-    async with fronted(redis_url, verifier, max_sessions=1, queue=0) as front:
-        asking = asyncio.create_task(_read(front, stream=True))
+    async with gateway_harness(redis_url, verifier, max_sessions=1, queue=0) as harness:
+        asking = asyncio.create_task(_read(harness, stream=True))
         await until(lambda: verifier.open == 1)
         with pytest.raises(openai.RateLimitError) as refused:
-            await front.client.completions.create(model="target", prompt=PROMPT)
+            await harness.client.completions.create(model="target", prompt=PROMPT)
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert refused.value.code == "rate_limit_exceeded"
         asking.cancel()
 
 
-async def test_a_router_that_is_not_there_is_unavailable() -> None:
+async def test_a_missing_router_is_reported_as_unavailable() -> None:
     with bound("127.0.0.1:0") as listening:
-        front = server(GatewayConfig(router="127.0.0.1:1"))
-        serving = asyncio.create_task(front.serve([listening]))
+        harness = server(GatewayConfig(router="127.0.0.1:1"))
+        serving = asyncio.create_task(harness.serve([listening]))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}") as web:
             health = await web.get("/health")
             answer = await web.post("/v1/completions", json={"model": "target", "prompt": "x"})
-        front.should_exit = True
+        harness.should_exit = True
         await serving
     assert [response.status_code for response in (health, answer)] == [503, 503]
     assert "no router can be reached" in answer.json()["error"]["message"]
 
 
-async def test_requests_are_counted(front: Front) -> None:
-    await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=1)
-    async with httpx.AsyncClient(base_url=front.url) as web:
+async def test_requests_are_counted(harness: GatewayHarness) -> None:
+    await harness.client.completions.create(model="target", prompt=PROMPT, max_tokens=1)
+    async with httpx.AsyncClient(base_url=harness.url) as web:
         for path in ("/nowhere", "/metrics"):
             assert (await web.get(path)).status_code == 404
-    assert front.metrics.requests == {("/v1/completions", "200"): 1, ("other", "404"): 2}
+    assert harness.metrics.requests == {("/v1/completions", "200"): 1, ("other", "404"): 2}
 
 
 @pytest.mark.parametrize(
@@ -273,25 +273,25 @@ async def test_requests_are_counted(front: Front) -> None:
     ids=str,
 )
 async def test_the_form_of_an_answer_reaches_the_verifier(
-    chat_front: Front, asked: dict[str, Any], kind: str, text: str
+    chat_harness: GatewayHarness, asked: dict[str, Any], kind: str, text: str
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": "x"}]
-    await chat_front.client.chat.completions.create(model="target", messages=messages, max_tokens=1, **asked)
-    grammar = chat_front.verifier.starts[0].contract.grammar
+    await chat_harness.client.chat.completions.create(model="target", messages=messages, max_tokens=1, **asked)
+    grammar = chat_harness.verifier.starts[0].contract.grammar
     assert (grammar.kind, grammar.text) == (kind, text)
 
 
-async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) -> None:
-    front = chat_front
+async def test_a_chat_is_rendered_by_the_models_own_template(chat_harness: GatewayHarness) -> None:
+    harness = chat_harness
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "f."}]},
     ]
     prompt = MODEL.tokenizer.encode("<system>Be brief.\n<user>Say f.\n<assistant>", add_special_tokens=False).ids
-    answer = await front.client.chat.completions.create(
+    answer = await harness.client.chat.completions.create(
         model="target", messages=messages, max_completion_tokens=4, logprobs=True, top_logprobs=1
     )
-    assert list(front.verifier.starts[0].tokens) == prompt
+    assert list(harness.verifier.starts[0].tokens) == prompt
     (choice,) = answer.choices
     assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
     assert choice.logprobs is not None
@@ -301,7 +301,7 @@ async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) 
         entry.token for entry in choice.logprobs.content
     ]
     assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [1] * 4
-    stream = await front.client.chat.completions.create(
+    stream = await harness.client.chat.completions.create(
         model="target", messages=messages, max_tokens=len(SCRIPT), stream=True
     )
     deltas = [piece.choices[0].delta async for piece in stream]
@@ -309,14 +309,14 @@ async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) 
     assert "".join(delta.content or "" for delta in deltas) == ANSWER
 
 
-async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_context(chat_front: Front) -> None:
+async def test_a_returned_answer_continues_the_conversation_and_fills_the_context(chat_harness: GatewayHarness) -> None:
     asked: list[Any] = [{"role": "user", "content": "Say f."}]
-    first = await chat_front.client.chat.completions.create(model="target", messages=asked, max_tokens=4)
+    first = await chat_harness.client.chat.completions.create(model="target", messages=asked, max_tokens=4)
     asked += [first.choices[0].message, {"role": "user", "content": "More."}]
-    second = await chat_front.client.chat.completions.create(model="target", messages=asked)
+    second = await chat_harness.client.chat.completions.create(model="target", messages=asked)
     assert second.usage is not None
     assert second.usage.total_tokens == CONTEXT
-    start = chat_front.verifier.starts[-1]
+    start = chat_harness.verifier.starts[-1]
     conversation = f"<user>Say f.\n<assistant>{first.choices[0].message.content}\n<user>More.\n<assistant>"
     assert list(start.tokens) == MODEL.tokenizer.encode(conversation, add_special_tokens=False).ids
 
@@ -340,24 +340,24 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
     ],
 )
-async def test_what_a_text_model_cannot_do_is_refused_by_name(
-    front: Front, wrong: dict[str, Any], fragment: str
+async def test_a_feature_that_a_text_model_lacks_is_refused_by_name(
+    harness: GatewayHarness, wrong: dict[str, Any], fragment: str
 ) -> None:
     asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
     with pytest.raises(openai.BadRequestError) as refused:
-        await front.client.chat.completions.create(**asked)
+        await harness.client.chat.completions.create(**asked)
     assert fragment in refused.value.message
 
 
-async def test_what_comes_before_the_end_of_reasoning_is_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:
+async def test_reasoning_is_returned_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant><think>\n"
     )
     asked: Any = {"model": "target", "messages": [{"role": "user", "content": "x"}], "max_tokens": len(SCRIPT)}
-    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as front:
-        message = (await front.client.chat.completions.create(**asked)).choices[0].message
-        pieces = [piece async for piece in await front.client.chat.completions.create(stream=True, **asked)]
+    async with gateway_harness(redis_url, models={"target": tmp_path / "chat"}) as harness:
+        message = (await harness.client.chat.completions.create(**asked)).choices[0].message
+        pieces = [piece async for piece in await harness.client.chat.completions.create(stream=True, **asked)]
     deltas = [piece.choices[0].delta for piece in pieces]
     assert (message.model_extra or {})["reasoning_content"] == ANSWER.lstrip("\n")
     assert message.content == ""

@@ -32,7 +32,7 @@ ENDPOINTS = [(Chat, chats.CompletionCreateParamsBase, 1), (Completion, completio
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
-def test_every_field_that_openai_has_is_in_the_table(kind: type[GenerationForm], theirs: Any, number: int) -> None:
+def test_every_openai_field_is_in_the_table(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     known = {name for name, entry in column(number).items() if entry}
     assert known == {*theirs.__annotations__, "stream"}
     assert known == {*kind.model_fields} - {"outrider"} - GUIDED
@@ -40,7 +40,7 @@ def test_every_field_that_openai_has_is_in_the_table(kind: type[GenerationForm],
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
-def test_fields_do_what_the_table_states(kind: type[GenerationForm], theirs: Any, number: int) -> None:
+def test_fields_behave_as_the_table_states(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     plain = kind.model_validate(MINIMAL[kind])
     for name, entry in column(number).items():
         assert entry in ("", "served", "no effect", "refused")
@@ -60,7 +60,7 @@ def test_fields_do_what_the_table_states(kind: type[GenerationForm], theirs: Any
         assert kind.model_validate({**MINIMAL[kind], "outrider": {"speculation": policy}})
 
 
-def test_every_field_of_outrider_is_on_the_page() -> None:
+def test_every_outrider_field_is_on_the_page() -> None:
     rows = PAGE.partition("| field of `outrider` |")[2].partition("\n\n")[0]
     for name in type(Chat.model_validate(MINIMAL[Chat]).outrider).model_fields:
         assert f"`{name}`" in rows

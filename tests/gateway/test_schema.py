@@ -33,7 +33,7 @@ def user(content: Any) -> dict[str, Any]:
         (Chat, {"messages": [user("x")], "modalities": ["audio"] * MANY}, "modalities"),
     ],
 )
-def test_many_malformed_parts_are_a_few_errors(form: type[GenerationForm], body: dict[str, Any], where: str) -> None:
+def test_many_malformed_parts_give_few_errors(form: type[GenerationForm], body: dict[str, Any], where: str) -> None:
     with pytest.raises(ValidationError) as refused:
         form.model_validate((COMPLETION if form is Completion else {"model": "m"}) | body)
     errors = refused.value.errors()
@@ -42,13 +42,13 @@ def test_many_malformed_parts_are_a_few_errors(form: type[GenerationForm], body:
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(129, 1), (65, 2), (2, 65)])
-def test_the_answers_of_all_prompts_together_are_bounded(prompts: int, n: int) -> None:
+def test_the_total_number_of_answers_is_bounded(prompts: int, n: int) -> None:
     with pytest.raises(ValidationError, match=f"prompt: is for {prompts * n} answers, must be at most 128"):
         Completion.model_validate(COMPLETION | {"prompt": ["x"] * prompts, "n": n})
     assert len(Completion.model_validate(COMPLETION | {"prompt": ["x"] * 64, "n": 2}).prompts) == 64
 
 
-def test_messages_are_bounded() -> None:
+def test_the_number_of_messages_is_bounded() -> None:
     assert len(Chat.model_validate({"model": "m", "messages": [user("x")] * 4096}).messages) == 4096
     with pytest.raises(ValidationError, match="at most 4096 items"):
         Chat.model_validate({"model": "m", "messages": [user("x")] * 4097})

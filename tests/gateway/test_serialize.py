@@ -14,7 +14,7 @@ def generation(tried: tuple[int, ...], reached: tuple[int, ...], verified: int) 
     )
 
 
-def test_steps_are_counted_by_what_they_accepted_over_all_choices() -> None:
+def test_steps_are_counted_by_accepted_tokens_over_all_choices() -> None:
     several = [generation((10, 8, 3), (6, 2), 40), generation((5,), (), 5), generation((), (), 0)]
     figures = serialize.speculation(several)["metrics"]["speculative_decoding"]
     assert figures == {
@@ -30,6 +30,6 @@ def test_steps_are_counted_by_what_they_accepted_over_all_choices() -> None:
     assert sum(accepted * steps for accepted, steps in enumerate(figures["acceptance_histogram"])) == 8
 
 
-def test_where_no_step_verified_a_draft_there_are_no_metrics() -> None:
+def test_an_answer_without_verified_drafts_has_no_metrics() -> None:
     assert serialize.speculation([generation((), (), 0)]) == {}
     assert serialize.speculation([generation((0,), (0,), 0)]) == {}

@@ -71,7 +71,7 @@ def grammar_processes() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("bomb", range(9))
-def test_a_grammar_that_takes_too_much_is_refused_and_others_are_followed(compiler: GrammarCompiler, bomb: int) -> None:
+def test_an_oversized_grammar_is_refused_and_others_are_followed(compiler: GrammarCompiler, bomb: int) -> None:
     words = compiler.start(WORDS, tenant="good")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
@@ -130,7 +130,7 @@ def test_no_process_outlives_its_compiler(compiler: GrammarCompiler) -> None:
         state.allowed([5])
 
 
-def test_no_tenant_learns_what_another_one_has_compiled(compiler: GrammarCompiler) -> None:
+def test_each_tenant_compiles_a_grammar_anew(compiler: GrammarCompiler) -> None:
     compiler.start(WORDS, tenant="one")
     assert compiler.usage.processes == 1
     compiler.start(WORDS, tenant="one")
@@ -139,7 +139,7 @@ def test_no_tenant_learns_what_another_one_has_compiled(compiler: GrammarCompile
     assert compiler.usage.processes == 2
 
 
-def test_what_is_kept_is_bounded_by_bytes_and_by_number(
+def test_kept_compiler_processes_are_bounded_by_bytes_and_number(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilers, "KEPT_PROCESSES", 5)
@@ -179,7 +179,7 @@ async def test_a_tenant_s_grammars_are_compiled_one_after_the_other(compiler: Gr
     await asyncio.gather(*checks, return_exceptions=True)
 
 
-def test_a_session_that_takes_too_long_is_slow_once_and_fails_the_second_time(
+def test_a_slow_session_is_delayed_once_and_fails_the_second_time(
     compiler: GrammarCompiler,
 ) -> None:
     state = compiler.start(WORDS)
@@ -211,7 +211,7 @@ def test_an_event_loop_waits_for_a_while_and_at_most_half_of_the_time() -> None:
     assert waited <= Patience.MOST_S + Patience.SHARE * now
 
 
-def test_what_is_not_known_in_time_is_asked_for_again_or_allowed() -> None:
+def test_a_late_mask_is_asked_for_again_or_allows_all_tokens() -> None:
     patience = Patience(lambda: 0.0)
     patience.spend(1.0)
     compiler = GrammarCompiler(FOLDER, VOCABULARY, [EOS], patience=patience)
@@ -235,7 +235,7 @@ def test_what_is_not_known_in_time_is_asked_for_again_or_allowed() -> None:
 
 
 @pytest.mark.parametrize("grammar", [SLOW, Grammar("regex", "once upon a time(, long ago)?")], ids=["long", "short"])
-def test_where_an_answer_is_does_not_depend_on_how_it_came_there(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_a_grammar_state_does_not_depend_on_how_the_answer_arrived(compiler: GrammarCompiler, grammar: Grammar) -> None:
     """A forced text is divided once; a session that moves finds the same division in its midst."""
     state, answer = compiler.start(grammar), list[int]()
     for _ in range(12):
@@ -276,7 +276,7 @@ def test_a_drafter_s_grammar_that_falls_behind_its_text_is_given_up(compiler: Gr
         os.kill(place.connection.pid, signal.SIGCONT)
 
 
-def test_tenants_together_leave_room_for_another_one(
+def test_full_tenants_leave_capacity_for_another_one(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilers, "MAX_PROCESSES", 12)
@@ -288,7 +288,7 @@ def test_tenants_together_leave_room_for_another_one(
     assert compiler.start(WORDS, tenant="good").allowed(()).any()
 
 
-def test_a_refusal_that_is_remembered_keeps_nothing_of_those_who_got_it(compiler: GrammarCompiler) -> None:
+def test_a_remembered_refusal_keeps_no_object_of_its_callers(compiler: GrammarCompiler) -> None:
     class Request:
         """What a caller has in hand."""
 

@@ -122,7 +122,7 @@ def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_numpy_and_compiled_code_choose_alike(compiler: GrammarCompiler, seed: int) -> None:
+def test_numpy_and_compiled_code_choose_equal_tokens(compiler: GrammarCompiler, seed: int) -> None:
     grammar = Grammar("json_schema", PERSON)
     terms = {"repetition_penalty": 1.2, "logit_bias": {91: 3.0}, "min_p": 0.02}
     one, other = (generated(compiler, grammar, seed, 60, compiled, **terms) for compiled in (True, False))
@@ -148,7 +148,7 @@ def test_a_choice_among_the_best_is_that_of_the_mask(compiler: GrammarCompiler, 
         assert (choice.token, choice.gap) == (tokens[0], pytest.approx(gap, abs=1e-9))
 
 
-def test_one_token_is_asked_about_without_a_mask(compiler: GrammarCompiler) -> None:
+def test_a_single_token_is_checked_without_a_mask(compiler: GrammarCompiler) -> None:
     grammar, text = Grammar("json_schema", PERSON), ids('{"name": "bob", "age": 12}')
     state = compiler.start(grammar)
     for place, token in enumerate(text):
@@ -159,7 +159,7 @@ def test_one_token_is_asked_about_without_a_mask(compiler: GrammarCompiler) -> N
 
 
 @pytest.mark.parametrize("length", range(0, 12, 3))
-def test_a_token_is_asked_about_as_the_mask_has_it(compiler: GrammarCompiler, length: int) -> None:
+def test_a_single_token_check_agrees_with_the_mask(compiler: GrammarCompiler, length: int) -> None:
     """A text that has to follow is divided as the tokenizer does it, also where its first letter alone is a token."""
     grammar = Grammar("lark", 'start: "<tool_call>" /[a-z]{3}/ "</tool_call>"')
     text = ids("<tool_call>abc</tool_call>")
@@ -195,7 +195,7 @@ def test_a_path_is_followed_and_left_again(compiler: GrammarCompiler) -> None:
             assert (state.allowed(path) == fresh.allowed(path)).all()
 
 
-def test_what_is_forced_is_the_text_that_must_follow(compiler: GrammarCompiler) -> None:
+def test_forced_tokens_are_the_text_that_must_follow(compiler: GrammarCompiler) -> None:
     state = compiler.start(Grammar("regex", "once upon a time(, long ago)?"))
     forced = state.forced()
     assert "once upon a time".startswith(TOKENIZER.decode(forced))
@@ -212,7 +212,7 @@ def test_the_end_of_a_grammar_counts_for_more_than_a_least_length(compiler: Gram
         assert len(tokens) >= 20
 
 
-def test_a_text_ends_where_the_contract_excludes_all_that_the_grammar_allows(compiler: GrammarCompiler) -> None:
+def test_a_text_ends_when_the_contract_bans_every_token_that_the_grammar_allows(compiler: GrammarCompiler) -> None:
     banned = tuple(id_ for id_ in range(VOCABULARY) if TOKENIZER.decode([id_]).startswith("y"))
     assert generated(compiler, Grammar("choices", '["yes"]'), 3, banned_ids=banned) == ([], True)
 
@@ -251,7 +251,7 @@ def test_texts_that_are_no_grammar_are_refused() -> None:
         Grammar("regex", "a" * (MAX_GRAMMAR + 1))
 
 
-async def test_in_the_background_a_grammar_is_compiled_once() -> None:
+async def test_a_background_grammar_is_compiled_once() -> None:
     compiler, grammar = GrammarCompiler(FOLDER, VOCABULARY, [EOS]), Grammar("choices", '["a", "b"]')
     wrong = Grammar("regex", "(")
     for _ in range(200):

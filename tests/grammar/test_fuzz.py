@@ -95,9 +95,7 @@ def tried(compiler: GrammarCompiler, seed: int) -> str:
         pytest.param(100_000, id="100000", marks=[pytest.mark.long, pytest.mark.timeout(4 * 3600)]),
     ],
 )
-def test_no_grammar_takes_more_than_its_bounds_and_what_follows_one_is_within_it(
-    compiler: GrammarCompiler, count: int
-) -> None:
+def test_no_fuzzed_grammar_exceeds_its_bounds_or_harms_the_next_one(compiler: GrammarCompiler, count: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     became: dict[str, int] = {}
     for seed in range(count):

@@ -82,7 +82,7 @@ async def seen(rig: Rig, method: str, session_id: str, metadata: Metadata) -> tu
 
 
 @pytest.mark.parametrize("tries", TRIES)
-async def test_nothing_is_read_and_all_answers_are_equal(redis_url: str, tries: int) -> None:
+async def test_forged_session_ids_read_nothing_and_get_equal_answers(redis_url: str, tries: int) -> None:
     draw = random.Random(1)
     verifier = FakeVerifier(SCRIPT, pace_s=0.05)
     async with (
@@ -129,7 +129,7 @@ async def finished_steps(running: Any, verifier: FakeVerifier) -> tuple[int, int
 
 
 @pytest.mark.long  # a measurement: it wants a quiet machine
-async def test_an_answer_takes_as_long_for_a_foreign_session_as_for_none(redis_url: str) -> None:
+async def test_refusals_take_equally_long_for_foreign_and_unknown_sessions(redis_url: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         async with announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
             keys = Keys(rig.client)

@@ -117,7 +117,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_of_a_drafter(checkpoint: Path, redis_url: str, count: int) -> None:
+async def test_fuzzed_frames_of_a_drafter_harm_no_session(checkpoint: Path, redis_url: str, count: int) -> None:
     async with AsyncExitStack() as stack:
         channel = await verifier_of(stack, checkpoint, redis_url)
         async with decoding(channel, checkpoint) as committed:
@@ -202,7 +202,7 @@ async def converse(call: Any) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_commands_of_a_router(checkpoint: Path, redis_url: str, count: int) -> None:
+async def test_fuzzed_commands_of_a_router_harm_no_session(checkpoint: Path, redis_url: str, count: int) -> None:
     broken = st.fixed_dictionaries(
         {},
         optional={
@@ -260,7 +260,7 @@ class Liar(TreeSinkServicer):
 
 @pytest.mark.parametrize("headed", [False, True])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_of_an_upstream(
+async def test_fuzzed_frames_of_an_upstream_harm_no_session(
     checkpoint: Path, redis_url: str, count: int, headed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of a drafter with a model, and of one with heads, which wants features."""
@@ -325,7 +325,7 @@ async def fuzzed_router(redis_url: str) -> AsyncIterator[Rig]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_requests_of_a_client(redis_url: str, count: int) -> None:
+async def test_fuzzed_requests_of_a_client_harm_no_session(redis_url: str, count: int) -> None:
     async with fuzzed_router(redis_url) as rig:
 
         @fuzz(st.one_of(frames.generate_requests, frames.resume_requests), count)
@@ -339,7 +339,7 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_reports_of_a_client_on_its_stream_of_answers(redis_url: str, count: int) -> None:
+async def test_fuzzed_reports_of_a_client_harm_no_session(redis_url: str, count: int) -> None:
     async with fuzzed_router(redis_url) as rig:
         name = b"a stream's name."
         request = inference_pb2.GenerateRequest(text="a", route=inference_pb2.AnswerRoute(stream=name, handle=1))
@@ -371,7 +371,9 @@ class LyingVerifier(VerifierServicer):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_commits_of_a_verifier(redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fuzzed_commits_of_a_verifier_harm_no_session(
+    redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     liar = LyingVerifier()
     monkeypatch.setattr("router.scheduling.workers._SUSPECTED_S", 0.0)
 
@@ -421,7 +423,9 @@ class LyingRouter(InferenceServicer):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_events_of_a_router(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fuzzed_events_of_a_router_give_answers_or_typed_errors(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.client._stream.FIRST_PAUSE_S", 0.001)
     liar = LyingRouter()
 

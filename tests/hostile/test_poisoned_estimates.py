@@ -100,7 +100,7 @@ def opened(verifier: StepScheduler, terms: dict[str, Any]) -> VerifierSession:
 
 
 @contracts
-def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_a_drafters_calibration(terms: dict[str, Any]) -> None:
     session, calibration = opened(scheduler(), terms), Calibration()
     subscription = session.subscribe(UpstreamStream("d", Heartbeat), 1, calibration)
     session.grant(subscription)
@@ -114,7 +114,7 @@ def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
 
 
 @contracts
-def test_when_deltas_arrive(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_arrival_estimates(terms: dict[str, Any]) -> None:
     verifier = scheduler()
     session = opened(verifier, terms)
     session.arrivals.arrived(0.5, 1.0, passing=False)  # its drafter does not begin any more
@@ -129,7 +129,7 @@ def test_when_deltas_arrive(terms: dict[str, Any]) -> None:
 
 @contracts
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_verifier_s_ngrams(ahead: bool, terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_a_verifiers_ngrams(ahead: bool, terms: dict[str, Any]) -> None:
     proposers = NgramProposers(Lookups("suffix", None), ahead=ahead)
     session = opened(scheduler(ngram_proposers=proposers), terms)
     session.propose_ngrams()
@@ -146,7 +146,9 @@ def _commit_beside_the_tree(session: VerifierSession) -> None:
 
 @contracts
 @pytest.mark.parametrize("method", ["prompt-lookup", "retrieval"])
-def test_lookups(method: LookupMethod, tmp_path: Path, terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_lookups(
+    method: LookupMethod, tmp_path: Path, terms: dict[str, Any]
+) -> None:
     store = None
     if method == "retrieval":
         write_datastore(tmp_path / "store", [TEXT * 3], tokenizer_digest=bytes(16), vocabulary=16)
@@ -159,7 +161,7 @@ def test_lookups(method: LookupMethod, tmp_path: Path, terms: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("terms", [{}, {"top_k": 2}], ids=["plain", "poison"])
-def test_mixtures_with_the_noise(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_noise_mixtures(terms: dict[str, Any]) -> None:
     lookups = Lookups("suffix", None)
     lookup = lookups.begin("", contract(terms))
 
@@ -172,7 +174,7 @@ def test_mixtures_with_the_noise(terms: dict[str, Any]) -> None:
 
 
 @contracts
-def test_heads_on_the_target(terms: dict[str, Any]) -> None:
+def test_a_poisoned_session_does_not_change_the_fits_of_heads(terms: dict[str, Any]) -> None:
     speculator: Any = SimpleNamespace(depth=2, unpadded_vocabulary=VOCABULARY, open_slot=lambda *_: None)
     proposer = SpeculatorProposer(speculator, lambda: None, every=False)  # type: ignore[arg-type,return-value]
     session = opened(scheduler(head_proposer=proposer), terms)
@@ -190,7 +192,7 @@ def test_heads_on_the_target(terms: dict[str, Any]) -> None:
     assert changed(proposer, settles) == (not terms)
 
 
-def test_the_way_in_which_a_verifier_works() -> None:
+def test_a_poisoned_session_does_not_change_the_verifiers_overlap_mode() -> None:
     """While a plain session is open its tokens alone count; the others have estimates of their own."""
     cost = CostModel([(1, 0.01), (64, 0.02)])
     steering = Steering(Governor(PlainPace(cost.points())), cost)
@@ -249,7 +251,7 @@ def drafts(terms: dict[str, Any]) -> tuple[DraftScheduler, Callable[[], Coroutin
 
 
 @contracts
-async def test_a_drafter_s_fits_and_how_often_its_version_agrees(terms: dict[str, Any]) -> None:
+async def test_a_poisoned_session_does_not_change_a_drafters_fits_and_agreement(terms: dict[str, Any]) -> None:
     made, commits = drafts(terms)
     await commits()
     (own,) = [member.fits for member in made.members.values()]
@@ -271,7 +273,9 @@ def test_a_drafter_that_translates_passes_on_whether_a_contract_is_representativ
     assert received[0].contract.representative  # it names no tokens any more
 
 
-async def test_a_router_s_priors_tiers_and_training_samples(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_poisoned_session_does_not_change_a_routers_priors_tiers_and_samples(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers, books = TierSwitch(), list[WarmStart]()
 
     def warm_start(*given: Any) -> WarmStart:

@@ -76,9 +76,7 @@ def raw(garbler: Garbler) -> Callable[[grpc.aio.Server], list[str]]:
     return register
 
 
-async def test_bytes_that_are_no_message_are_counted_and_the_stream_begins_anew(
-    checkpoint: Path, redis_url: str
-) -> None:
+async def test_malformed_bytes_are_counted_and_the_stream_restarts(checkpoint: Path, redis_url: str) -> None:
     behind = RawUpstream()
     garbler = Garbler(behind, garbled=2)
     async with (
@@ -99,7 +97,7 @@ async def test_bytes_that_are_no_message_are_counted_and_the_stream_begins_anew(
         await stub.Detach(pb.DetachRequest(session_id="s", epoch=1))
 
 
-async def test_attachments_that_come_at_once_while_an_idle_stream_ends_are_one(
+async def test_attachments_during_the_end_of_an_idle_stream_share_one_new_stream(
     checkpoint: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = upstream.Upstream.close
@@ -151,7 +149,7 @@ class Deaf(RawUpstream):
         await asyncio.Event().wait()
 
 
-async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_that_an_upstream_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may wait ends the stream, which begins anew with what is attached by then."""
     monkeypatch.setattr(upstream, "OUTGOING_FRAMES", 8)
     monkeypatch.setattr(upstream, "RETRY_S", 0.01)

@@ -8,7 +8,7 @@ from outrider.errors import Overloaded
 from outrider.limits.concurrency_limit import ConcurrencyLimit
 
 
-def test_what_ended_leaves_its_room_to_others() -> None:
+def test_a_finished_holder_frees_its_capacity() -> None:
     limit = ConcurrencyLimit("full", 3, of_key=2, retry_s=7.0)
     for _ in range(2):
         with limit.hold("a"), limit.hold("a"):
@@ -21,7 +21,7 @@ def test_what_ended_leaves_its_room_to_others() -> None:
             raise KeyError
 
 
-def test_without_a_bound_for_a_key_one_may_hold_all() -> None:
+def test_a_key_without_a_bound_may_hold_all() -> None:
     limit = ConcurrencyLimit("full", 2)
     with limit.hold(), limit.hold(), pytest.raises(Overloaded), limit.hold("other"):
         pass

@@ -56,7 +56,7 @@ async def test_the_tenant_that_took_the_fewest_seconds_is_next(work: Work) -> No
     assert [await task for task in tasks] == ["a2", "a3", "b1", "b2"]
 
 
-async def test_work_that_has_begun_keeps_its_place_when_its_caller_goes(work: Work) -> None:
+async def test_running_work_continues_when_its_caller_leaves(work: Work) -> None:
     """Or a caller that cancels at once could fill the thread's own queue."""
     running, waiting, last = (work.begin(name, "a") for name in ("running", "waiting", "last"))
     await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ async def test_work_that_has_begun_keeps_its_place_when_its_caller_goes(work: Wo
     assert work.done[2:] == ["a1", "b1", "a2"]  # still one at a time
 
 
-async def test_a_tenant_has_at_most_so_many_waiting_and_others_still_may(
+async def test_a_tenants_waiting_calls_are_bounded_and_others_may_wait(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_turns, "MAX_WAITING", 2)
@@ -108,7 +108,7 @@ class Pieces:
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3])
-async def test_the_loop_goes_round_after_so_much_work_however_many_callers_there_are(at_a_time: int) -> None:
+async def test_the_event_loop_runs_after_a_bounded_time_of_work(at_a_time: int) -> None:
     pieces = Pieces()
     calls = [asyncio.create_task(pieces.call(f"a{number}", 4, 1.01 * ROUND_S / at_a_time)) for number in range(5)]
     at_once, before = [], 0
@@ -129,7 +129,7 @@ async def test_a_tenant_with_many_callers_has_at_most_two_turns_between_those_of
     await asyncio.gather(*many)
 
 
-async def test_a_piece_that_fails_and_one_whose_caller_goes_leave_the_turns_to_others() -> None:
+async def test_a_failing_piece_and_a_cancelled_caller_pass_the_turn_on() -> None:
     pieces = Pieces()
     failing = asyncio.create_task(pieces.turns.run("a", lambda: 1 / 0))
     waiting = asyncio.create_task(pieces.call("a", 1))

@@ -79,7 +79,7 @@ async def shown() -> AsyncIterator[Shown]:
         yield Shown(cluster, at["router"], at["verifier"])
 
 
-async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
+async def test_the_figures_add_up_to_the_answers(shown: Shown) -> None:
     before = await shown.glance()
     result = await shown.ask()
     after = await shown.glance()
@@ -93,7 +93,7 @@ async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
     assert PROMPT not in json.dumps(after)
 
 
-async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown) -> None:
+async def test_a_generation_is_listed_while_it_runs(shown: Shown) -> None:
     asking = asyncio.create_task(shown.ask(900))
     while not (running := (await shown.glance())["generations"]):
         assert not asking.done()
@@ -102,7 +102,7 @@ async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown
     assert (await shown.glance())["generations"] == []
 
 
-async def test_what_controllers_decide_from_is_shown(shown: Shown) -> None:
+async def test_the_control_page_shows_the_controllers_inputs(shown: Shown) -> None:
     asking = asyncio.create_task(shown.ask(900))
     while not (verifier := json.loads(await asyncio.to_thread(_get, f"http://{shown.verifier}/control")))["sessions"]:
         assert not asking.done()
@@ -119,7 +119,7 @@ async def test_what_controllers_decide_from_is_shown(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [("/../config.py", 404), ("/live.py", 404), ("/metrics/../live", 404)])
-async def test_nothing_else_is_shown(shown: Shown, path: str, status: int) -> None:
+async def test_other_paths_are_not_served(shown: Shown, path: str, status: int) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         await asyncio.to_thread(_get, f"http://{shown.page}{path}")
     with refused.value as answer:
@@ -189,7 +189,7 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
 
 
 @needs_browser
-async def test_a_tree_is_drawn_for_whoever_has_a_keyboard_alone(shown: Shown) -> None:
+async def test_a_tree_is_drawn_for_keyboard_users(shown: Shown) -> None:
     async with browsing(shown) as page, generating(shown):
         button = page.locator("#generations button").first
         await expect(button).to_have_attribute("aria-pressed", "false")
@@ -202,7 +202,7 @@ async def test_a_tree_is_drawn_for_whoever_has_a_keyboard_alone(shown: Shown) ->
         assert await button.evaluate(update)  # it keeps the focus
 
 
-async def test_a_tree_has_no_tokens_and_only_of_what_runs(shown: Shown) -> None:
+async def test_a_tree_page_has_no_tokens_and_only_running_sessions(shown: Shown) -> None:
     async def tree(session: str) -> Any:
         return json.loads(await asyncio.to_thread(_get, f"http://{shown.page}/tree/{session}"))
 
@@ -234,7 +234,7 @@ async def test_a_tree_has_no_tokens_and_only_of_what_runs(shown: Shown) -> None:
 
 
 @needs_browser
-async def test_everything_has_a_name_for_those_who_do_not_see_it(shown: Shown) -> None:
+async def test_every_element_has_an_accessible_name(shown: Shown) -> None:
     async with browsing(shown) as page, generating(shown):
         await page.locator("#generations button").first.click()
         await expect(page.locator("#tree-plot circle.root")).to_have_count(1)
@@ -271,7 +271,7 @@ async def pictured(shown: Shown, tmp_path_factory: pytest.TempPathFactory) -> As
 
 @needs_browser
 @pytest.mark.parametrize(("name", "size", "scheme"), [("page", DESK, "light"), ("page-dark-phone", PHONE, "dark")])
-async def test_a_screenshot(
+async def test_the_page_fits_a_screenshot(
     pictured: Shown, tmp_path: Path, name: str, size: tuple[int, int], scheme: Literal["light", "dark"]
 ) -> None:
     """`make screenshots` keeps them in docs/images."""
@@ -288,7 +288,7 @@ async def test_a_screenshot(
     assert (paper == "rgb(255, 255, 255)") is (scheme == "light")
 
 
-async def test_top_shows_the_same_in_a_terminal(shown: Shown) -> None:
+async def test_top_shows_the_figures_in_a_terminal(shown: Shown) -> None:
     asking = asyncio.create_task(shown.ask(1000))
     status, output = await _command("top", shown.page, "--once")
     await asking
@@ -299,14 +299,14 @@ async def test_top_shows_the_same_in_a_terminal(shown: Shown) -> None:
     assert "drafter-" in output
 
 
-async def test_top_prints_what_to_do_where_there_is_no_page() -> None:
+async def test_top_without_a_page_prints_the_remedy() -> None:
     status, output = await _command("top", "127.0.0.1:1", "--once")
     assert status == 2
     assert "--metrics 127.0.0.1:1" in output
     assert "Traceback" not in output
 
 
-async def test_watching_a_session_shows_every_step_of_it(shown: Shown) -> None:
+async def test_a_watcher_receives_every_step_of_its_session(shown: Shown) -> None:
     async with outrider.AsyncClient(shown.cluster.router_address) as client:
         session = (await client.create_session()).session_id
         steps: list[outrider.StepTree] = []

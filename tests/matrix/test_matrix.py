@@ -29,7 +29,7 @@ def test_every_pair_of_values_is_in_a_cell(seed: int) -> None:
     assert set.union(*map(pairs_of, rules)) == all_pairs(RULE_FACTORS)
 
 
-def test_pairs_are_of_values_at_their_places() -> None:  # bites: of what runs the matrix
+def test_pairs_name_the_positions_of_their_values() -> None:  # bites: of what runs the matrix
     assert pairs_of("ab") == {(0, "a", 1, "b")}
     assert all_pairs({"x": "ab", "y": "c"}) == {(0, "a", 1, "c"), (0, "b", 1, "c")}
     cells = covering({"x": "ab", "y": "cd"}, seed=1)
@@ -37,7 +37,7 @@ def test_pairs_are_of_values_at_their_places() -> None:  # bites: of what runs t
     assert [x for x, _ in cells] == ["a", "a", "b", "b"]
 
 
-def test_whatever_differs_is_a_bug() -> None:
+def test_any_difference_from_plain_decoding_is_a_bug() -> None:
     plain, asked = generation([5, 6, 7]), Asked("a", 1)
     assert difference(asked, plain, plain) == ""
     for changes in ({"token_ids": (5, 6)}, {"text": "x"}, {"finish_reason": FinishReason.CANCELLED}):
@@ -51,7 +51,7 @@ def test_whatever_differs_is_a_bug() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.timeout(180)
-async def test_a_tenth_of_it(tmp_path: Path) -> None:
+async def test_a_tenth_of_the_matrix_shows_no_bug(tmp_path: Path) -> None:
     cells = [cell for cell in all_cells(1) if cell.drafting == DRAFTING]
     made = Checkpoints(tmp_path)
     async with MatrixCluster(config_of(DRAFTING, made), lambda name, line: print(name, line)) as cluster:

@@ -23,9 +23,9 @@ from outrider.core.tree.committed_window import CommittedWindow
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import Conflict, NotFound
 from tests.model import redis
-from tests.model.life import Life
 from tests.model.redis import Violation
 from tests.model.routing import stand_in
+from tests.model.state_machine import ClusterMachine
 from tests.model.verifying import Verifier
 from tests.store import reference
 
@@ -188,13 +188,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda breaks: str(breaks.__name__),
 )
-def test_it_is_found_out_that(breaks: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_machine_finds_the_mutation(breaks: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     with pytest.raises(Violation):
-        run_state_machine_as_test(Life, settings=ENOUGH)
+        run_state_machine_as_test(ClusterMachine, settings=ENOUGH)
 
 
 def test_a_stale_root_that_is_not_checked_costs_speed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delta from another text adds nodes that are wrong; a wrong node is never committed."""
     monkeypatch.setattr(CommittedWindow, "check_root", lambda self, position, digest: None)
-    run_state_machine_as_test(Life, settings=settings(ENOUGH, max_examples=60))
+    run_state_machine_as_test(ClusterMachine, settings=settings(ENOUGH, max_examples=60))

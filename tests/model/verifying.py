@@ -134,7 +134,7 @@ class Verifier:
         self._pump()
 
     def beat(self) -> None:
-        """Sends a sign of life on every call."""
+        """Sends a sign of machine on every call."""
         for link in self._routers.values():
             link.back.put(DecodeIdle())
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from outrider.config import RouterConfig
 from outrider.store.registry import Worker
-from tests.model.asking import Canceller, Client, Wish
 from tests.model.drafting import Drafter
 from tests.model.language import MODEL, VOCABULARY, answer, choice, expected_answer
 from tests.model.loop import Clock
 from tests.model.redis import LEASE_S, RESUME_TTL_S, Outcome, Redis, Request, Violation
+from tests.model.requests import Canceller, Client, ModelRequest
 from tests.model.routing import Fleet, Note, Router
 from tests.model.verifying import Verifier
 from tests.model.wires import Link, Notice, Wire
@@ -151,9 +151,9 @@ class World:
 
     # What clients do.
 
-    def ask(self, wish: Wish, router: int) -> Client:
+    def ask(self, request: ModelRequest, router: int) -> Client:
         """A client asks for an answer."""
-        client = Client(wish, self._dial_router)
+        client = Client(request, self._dial_router)
         self.clients.append(client)
         client.call(router)
         return client
@@ -296,18 +296,18 @@ class World:
                 raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log has {log}")
             if len(self.redis.texts.get(client.session, [])) < end and client.session not in self.redis.lost:
                 raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
-        wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
-        if wish is not None and client.prompt and not self._gone(client.session):
-            self._check_text(client, wish, tuple(log[: client.prompt]))
+        request = client.request or next((other.request for other in self.clients if self._same(client, other)), None)
+        if request is not None and client.prompt and not self._gone(client.session):
+            self._check_text(client, request, tuple(log[: client.prompt]))
         self._check_end(client)
 
-    def _check_text(self, client: Client, wish: Wish, prompt: tuple[int, ...]) -> None:
-        if prompt[-len(wish.prompt) :] != wish.prompt:
-            raise Violation(f"a client that asked {wish.prompt} reads what follows {prompt}")
+    def _check_text(self, client: Client, request: ModelRequest, prompt: tuple[int, ...]) -> None:
+        if prompt[-len(request.prompt) :] != request.prompt:
+            raise Violation(f"a client that asked {request.prompt} reads what follows {prompt}")
         tokens, whole = tuple(client.tokens), client.reason in ("stop", "length")
-        ours = expected_answer(prompt, tokens, wish.stops)
+        ours = expected_answer(prompt, tokens, request.stops)
         if self.steady:
-            truth = answer(prompt, wish.max_tokens, wish.stops)
+            truth = answer(prompt, request.max_tokens, request.stops)
             if truth.tokens[: len(tokens)] != tokens:
                 raise Violation(f"a client has {tokens}, the target generates {truth.tokens}")
             if whole and tokens != truth.tokens:
@@ -316,11 +316,11 @@ class World:
             raise Violation(f"a client has the text {client.text!r} for {ours.text!r}")
         if whole and client.reason != ("stop" if ours.stopped else "length"):
             raise Violation(f"an answer of {tokens} ended with {client.reason}")
-        if client.reason == "length" and len(tokens) != wish.max_tokens:
-            raise Violation(f"an answer ended after {len(tokens)} tokens of {wish.max_tokens}")
+        if client.reason == "length" and len(tokens) != request.max_tokens:
+            raise Violation(f"an answer ended after {len(tokens)} tokens of {request.max_tokens}")
 
     def _check_end(self, client: Client) -> None:
-        session = client.session or (client.wish.session if client.wish is not None else "")
+        session = client.session or (client.request.session if client.request is not None else "")
         why = client.reason or client.error
         fine = {
             "": True,
@@ -329,7 +329,7 @@ class World:
             "cancelled": session in self.cancelled,
             "abandoned": session in self.lapsed,
             "Superseded": not self._alone(client) or self._gone(session),
-            "Busy": client.wish is not None and bool(client.wish.session),
+            "Busy": client.request is not None and bool(client.request.session),
             "NotFound": session in self.lapsed or session in self.redis.hurt or not session,
             "Conflict": session in self.redis.hurt or (not session and bool(self.redis.hurt)),
             "InvalidRequest": any(words in client.details for words in MOVED_ON),
@@ -369,7 +369,7 @@ class World:
         return client.error in ("Superseded", "Busy")
 
     def _same(self, client: Client, other: Client) -> bool:
-        return other.wish is not None and (other.session, other.generation) == (client.session, client.generation)
+        return other.request is not None and (other.session, other.generation) == (client.session, client.generation)
 
     def _gone(self, session: str) -> bool:
         """Return whether tokens of a session were lost for good."""

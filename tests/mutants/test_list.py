@@ -31,7 +31,7 @@ class Tree:
 
 
 @pytest.mark.extended
-def test_each_mutant_changes_one_place_and_its_tests_are_there() -> None:  # bites: of the mutants
+def test_each_mutant_changes_one_place_and_its_tests_exist() -> None:  # bites: of the mutants
     assert [wrong for mutant in MUTANTS if (wrong := problem(mutant))] == []
 
 
@@ -55,7 +55,7 @@ def problem(mutant: Mutant) -> str:
     return ""
 
 
-def test_there_are_many_and_each_has_a_name_of_its_own() -> None:  # bites: of the mutants
+def test_the_mutants_are_numerous_and_have_distinct_names() -> None:  # bites: of the mutants
     assert len(MUTANTS) >= LEAST
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
 
@@ -93,13 +93,13 @@ def test_code_is_found_by_its_syntax_in_the_function_that_is_named(  # bites: of
 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("before", ["self.nodes", "len(self.nodes)", "it for it in node.children if it"])
-def test_code_that_is_there_twice_or_not_at_all_is_refused(before: str) -> None:  # bites: of the mutants
+def test_code_that_matches_twice_or_not_at_all_is_refused(before: str) -> None:  # bites: of the mutants
     with pytest.raises((ValueError, SyntaxError)):
         syntax.replaced("Tree.graft", before, "None")
 
 
 @pytest.mark.usefixtures("product")
-def test_a_name_is_of_one_thing() -> None:  # bites: of the mutants
+def test_a_function_name_is_unambiguous() -> None:  # bites: of the mutants
     assert syntax.scope("one.trees.Tree") == syntax.scope("outrider.one.trees.Tree")
     for name in ("Tree", "trees.Tree", "raft", "Tree.prune"):
         with pytest.raises(ValueError, match="must be of one"):

@@ -20,12 +20,12 @@ def judged(verdict: Verdict, *, file: str = "module.py") -> Judged:
     return Judged(file, "module.x_function__mutmut_1", CHANGE, verdict)
 
 
-def test_the_score_is_the_share_that_was_found_out_of_those_that_can_be() -> None:  # bites: of the judge
+def test_the_score_is_the_share_of_detectable_mutants_that_were_found() -> None:  # bites: of the judge
     verdicts = [Verdict.FOUND_OUT] * 3 + [Verdict.SURVIVED] + [Verdict.EQUIVALENT] * 6
     assert Judgement([judged(verdict) for verdict in verdicts], []).score == 0.75
 
 
-def test_the_report_names_what_survives_and_counts_by_file() -> None:  # bites: of the judge
+def test_the_report_names_survivors_and_counts_by_file() -> None:  # bites: of the judge
     mutants = [judged(Verdict.SURVIVED), judged(Verdict.FOUND_OUT), judged(Verdict.FOUND_OUT, file="other.py")]
     lines = [*Judgement(mutants, [CHANGE]).lines()]
     assert lines[:2] == [
@@ -40,7 +40,7 @@ def test_the_report_names_what_survives_and_counts_by_file() -> None:  # bites: 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["function"])
-def test_an_equivalent_mutant_changes_what_stands_there(entry: dict[str, Any]) -> None:  # bites: of the judge
+def test_an_equivalent_mutant_changes_existing_code(entry: dict[str, Any]) -> None:  # bites: of the judge
     lines = [line.strip() for line in scope(entry["function"]).file.read_text(encoding="utf-8").splitlines()]
     assert entry["before"] in " ".join(lines)
     assert entry["after"]

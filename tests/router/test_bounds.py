@@ -71,7 +71,7 @@ async def keyed(redis_url: str, **options: Any) -> AsyncIterator[tuple[Rig, grpc
         yield rig, channel, bearer((await keys.add("one"))[0]), bearer((await keys.add("two"))[0])
 
 
-async def test_no_method_reads_a_message_before_it_knows_the_tenant(redis_url: str) -> None:
+async def test_no_method_reads_a_message_before_the_tenant_is_known(redis_url: str) -> None:
     async with keyed(redis_url) as (_, channel, mine, _):
         for method, request in REQUESTS.items():
             refused = Unsent(channel, f"{SERVICE}/{method}", bearer("outrider_wrong"))
@@ -124,7 +124,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(
         assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "message: did not arrive within 0.1 s")
 
 
-async def test_messages_of_a_tenant_arrive_so_many_at_a_time(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenants_concurrent_message_reads_are_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
     read = auth.read_message
 
@@ -146,7 +146,7 @@ async def test_messages_of_a_tenant_arrive_so_many_at_a_time(redis_url: str, mon
         assert await second is grpc.StatusCode.OK
 
 
-async def test_a_message_is_refused_by_its_size_and_by_its_entries_while_it_is_bytes(
+async def test_a_message_with_too_many_bytes_or_entries_is_refused_before_parsing(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
@@ -176,7 +176,7 @@ async def test_a_message_is_refused_by_its_size_and_by_its_entries_while_it_is_b
             await rig.stub.Cancel(pb.CancelRequest(session_id="x" * 65 * KIB))
 
 
-async def test_token_ids_that_cannot_fit_are_refused_before_they_are_copied(
+async def test_too_many_token_ids_are_refused_before_they_are_copied(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def admitted(*_: object) -> None:

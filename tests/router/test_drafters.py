@@ -21,9 +21,7 @@ from tests.router.rig import (
 )
 
 
-async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frozen_drafter_costs_no_time_and_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_assignment, "RPC_TIMEOUT_S", 1.0)
     monkeypatch.setattr(drafter_assignment, "REPLACE_AFTER_S", 0.1)
     verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.1), FakeDrafter(frozen=True), FakeDrafter()
@@ -46,7 +44,7 @@ async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
         await until(lambda: not good.attached)
 
 
-async def test_drafters_are_attached_while_the_verifier_wants_them_and_released_some_time_after(
+async def test_drafters_are_attached_on_the_verifiers_demand_and_released_later(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_pump, "RELEASE_S", 0.5)

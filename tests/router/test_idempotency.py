@@ -97,7 +97,7 @@ async def test_a_turn_of_a_session_that_is_busy_leaves_nothing_in_redis(redis_ur
         running.cancel()
 
 
-async def test_a_claim_counts_for_its_tenant_also_when_its_session_is_closed(redis_url: str) -> None:
+async def test_an_idempotency_record_counts_for_its_tenant_after_its_session_closed(redis_url: str) -> None:
     async with (
         running_router(redis_url, tenant_stored_bytes=12 * CLAIM_BYTES) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
@@ -115,7 +115,7 @@ async def test_a_claim_counts_for_its_tenant_also_when_its_session_is_closed(red
         assert 0 < served == len(await rig.client.keys("outrider:idempotency:*")) < 12
 
 
-async def test_equal_requests_at_once_get_one_answer_from_either_router(redis_url: str) -> None:
+async def test_concurrent_equal_requests_get_one_answer_from_either_router(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.002)
     async with (
         running_router(redis_url, tenant_stored_bytes=1_000_000) as one,

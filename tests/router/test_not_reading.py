@@ -73,7 +73,7 @@ async def first_token_s(rig: Rig) -> float:
 
 
 @pytest.mark.parametrize("count", [SLOTS, 10 * SLOTS], ids=["as many as slots", "ten times as many"])
-async def test_others_are_served_at_once_beside_clients_that_do_not_read(
+async def test_other_clients_are_served_at_once_beside_clients_that_do_not_read(
     redis_url: str, verifier: FakeVerifier, count: int
 ) -> None:
     async with cluster(redis_url, verifier) as rig:
@@ -96,7 +96,7 @@ async def drained(call: Any, tokens: int) -> list[pb.GenerateResponse]:
     return events
 
 
-async def test_a_client_that_does_not_read_resumes_where_it_stopped(
+async def test_a_client_that_stopped_reading_resumes_where_it_stopped(
     redis_url: str, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)
@@ -113,7 +113,7 @@ async def test_a_client_that_does_not_read_resumes_where_it_stopped(
         assert tokens == [SCRIPT[index % len(SCRIPT)] for index in range(1000)]
 
 
-async def test_a_replay_that_is_not_read_gives_its_place_up_too(
+async def test_an_unread_replay_gives_up_its_slot(
     redis_url: str, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)
@@ -168,9 +168,7 @@ async def test_a_generation_that_is_not_read_is_ended_within_a_second(
             assert not record.lease
 
 
-async def test_a_deadline_ends_a_generation_whose_client_is_there_and_does_not_read(
-    redis_url: str, verifier: FakeVerifier
-) -> None:
+async def test_a_deadline_ends_a_generation_whose_client_does_not_read(redis_url: str, verifier: FakeVerifier) -> None:
     async with cluster(redis_url, verifier) as rig, Http2Client(rig.address) as client:
         client.call(GENERATE, ask(max_tokens=TOKENS, logprobs=20).SerializeToString(), timeout="2S")
         answering = asyncio.create_task(client.drip(0, 0.0))
@@ -218,7 +216,7 @@ async def test_clients_with_a_tiny_window_hold_up_no_other(
                 await asyncio.sleep(0.05)
 
 
-async def test_a_client_that_is_moved_receives_the_move_behind_what_it_has_not_read(
+async def test_a_moved_client_receives_the_move_behind_its_unread_events(
     redis_url: str, verifier: FakeVerifier
 ) -> None:
     router = AsyncExitStack()

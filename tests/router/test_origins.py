@@ -37,7 +37,7 @@ async def details(call: Any, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
 @pytest.mark.parametrize(
     ("other", "named"), OTHERS, ids=["weights", "dtype", "unknown-weights", "protocol", "no-protocol"]
 )
-async def test_a_text_never_goes_on_at_a_verifier_that_might_change_it(
+async def test_a_text_never_continues_at_a_verifier_that_might_change_it(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], named: str, moves: bool
 ) -> None:
     monkeypatch.setattr("router.sessions.generation.VERIFIER_WAIT_S", 0.5)
@@ -67,7 +67,7 @@ async def test_a_text_never_goes_on_at_a_verifier_that_might_change_it(
         assert foreign.starts == []
 
 
-async def test_a_text_of_a_version_that_kept_no_origin_does_not_go_on(redis_url: str) -> None:
+async def test_a_text_without_a_recorded_origin_is_not_continued(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig, announced(first, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
@@ -81,7 +81,7 @@ async def test_a_text_of_a_version_that_kept_no_origin_does_not_go_on(redis_url:
         assert f"began under {UNKNOWN_ORIGIN}" in problem
 
 
-async def test_the_next_turn_of_a_session_goes_to_whichever_weights_there_are(redis_url: str) -> None:
+async def test_the_next_turn_of_a_session_may_use_other_weights(redis_url: str) -> None:
     async with running_router(redis_url) as rig:
         async with announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest, weights="a") as worker:
             started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
@@ -94,7 +94,7 @@ async def test_the_next_turn_of_a_session_goes_to_whichever_weights_there_are(re
         assert (await rig.sessions.get(started.session_id)).origin == Origin(PROTOCOL, "b", "")
 
 
-async def test_a_standby_has_what_the_text_began_with(redis_url: str) -> None:
+async def test_a_standby_has_the_weights_that_began_the_text(redis_url: str) -> None:
     verifiers = [FakeVerifier(SCRIPT, pace_s=0.005) for _ in range(3)]
     async with running_router(redis_url, standby=True) as rig, AsyncExitStack() as stack:
         for verifier, sessions, weights in zip(verifiers, (0, 1, 2), ("a", "b", "a"), strict=True):
@@ -113,7 +113,7 @@ async def test_a_standby_has_what_the_text_began_with(redis_url: str) -> None:
         assert verifiers[1].warmed == []
 
 
-async def test_workers_of_another_protocol_are_not_used_and_named_once(
+async def test_workers_of_another_protocol_are_ignored_and_named_once(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "router.scheduling.workers")

@@ -73,7 +73,7 @@ async def outcome(call: Call) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def test_refused_calls_disturb_no_generation_and_leave_no_lease(
+async def test_refused_calls_disturb_no_generation_and_hold_no_lease(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
@@ -127,7 +127,7 @@ async def test_refused_calls_disturb_no_generation_and_leave_no_lease(
             assert not (await rig.sessions.get(session)).lease
 
 
-async def test_a_resume_that_takes_over_ends_the_call_before_at_once(redis_url: str) -> None:
+async def test_a_resume_that_takes_a_generation_over_ends_the_earlier_call_at_once(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=1.5)  # so that the log does not end it
     async with two_tenants(redis_url, verifier) as (rig, mine, _):
         before = rig.stub.Generate(ask(max_tokens=1), metadata=mine)
@@ -142,7 +142,7 @@ async def test_a_resume_that_takes_over_ends_the_call_before_at_once(redis_url: 
         assert tokens == SCRIPT[:1]
 
 
-async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whichever_comes_last(
+async def test_the_later_epoch_of_two_resumes_wins_in_any_order(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from router.sessions import session_open

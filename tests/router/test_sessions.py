@@ -54,7 +54,7 @@ async def test_turns_of_a_session_follow_each_other_in_one_log(redis_url: str) -
         assert (known.reason, known.verifier) == (types_pb2.FINISH_REASON_LENGTH, worker.worker_id)
 
 
-async def test_a_whole_history_that_agrees_goes_on_and_one_that_differs_forks(redis_url: str) -> None:
+async def test_a_matching_history_continues_the_session_and_a_differing_one_forks(redis_url: str) -> None:
     verifier = FakeVerifier(MODEL.tokenizer.encode("x = 5\n").ids)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         first, chunks, _ = await collect(rig.stub.Generate(ask("a = 1\n", max_tokens=3)))
@@ -100,7 +100,7 @@ async def test_a_turn_of_another_model_or_an_unknown_session_is_refused(redis_ur
             assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_closed_session_is_gone_and_its_generation_ends(redis_url: str) -> None:
+async def test_closing_a_session_deletes_it_and_ends_its_generation(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=50))
@@ -139,7 +139,7 @@ async def test_a_finished_answer_can_be_read_again_from_every_position(redis_url
 
 
 @pytest.mark.parametrize("cut", range(1, 16, 2))
-async def test_a_generation_that_broke_off_anywhere_goes_on_at_another_router(redis_url: str, cut: int) -> None:
+async def test_a_generation_broken_off_anywhere_continues_at_another_router(redis_url: str, cut: int) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.002, stride=2)
     async with (
         running_router(redis_url) as first,
@@ -177,7 +177,7 @@ async def test_resuming_takes_a_running_generation_over_and_its_first_reader_is_
         await until(lambda: verifier.open == 0)
 
 
-async def test_a_place_that_is_not_in_the_answer_is_refused(redis_url: str) -> None:
+async def test_a_position_outside_the_answer_is_refused(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
         session = started.session_id
@@ -190,7 +190,7 @@ async def test_a_place_that_is_not_in_the_answer_is_refused(redis_url: str) -> N
         assert await status(rig.stub.Resume(resume(session, generation=1))) == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_after_resume_ttl_a_generation_is_given_up_and_the_session_goes_on(redis_url: str) -> None:
+async def test_a_generation_is_given_up_after_resume_ttl_and_the_session_continues(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
     async with (
         running_router(redis_url, resume_ttl_s=0.3) as rig,
@@ -209,7 +209,7 @@ async def test_after_resume_ttl_a_generation_is_given_up_and_the_session_goes_on
         assert started.generation == 2
 
 
-async def test_a_repeated_request_with_the_same_key_gets_the_first_ones_answer(redis_url: str) -> None:
+async def test_a_repeated_request_with_one_key_gets_the_first_answer(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.005)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         request = ask(max_tokens=9)
@@ -230,7 +230,7 @@ async def test_a_repeated_request_with_the_same_key_gets_the_first_ones_answer(r
         assert generations == [2, 2, 2]
 
 
-async def test_a_key_whose_first_request_died_before_it_began_is_used(redis_url: str) -> None:
+async def test_an_idempotency_key_whose_first_request_never_began_is_usable(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         request = ask(max_tokens=3)
         request.idempotency_key = "k"
@@ -241,7 +241,7 @@ async def test_a_key_whose_first_request_died_before_it_began_is_used(redis_url:
         assert started.session_id == "f" * 32
 
 
-async def test_a_key_whose_turn_was_refused_is_not_answered_with_somebody_elses(redis_url: str) -> None:
+async def test_a_refused_turns_key_does_not_return_another_turns_answer(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=6))
@@ -301,7 +301,7 @@ async def test_a_deadline_holds_for_a_resumed_generation(redis_url: str) -> None
         assert 1 <= sum(len(chunk.token_ids) for chunk in chunks) < 50
 
 
-async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str) -> None:
+async def test_log_probabilities_are_logged_and_replayed(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT, stride=3), rig.registry, MODEL.digest):
         started, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=7, logprobs=0)))
         assert [entry.logprob for chunk in chunks for entry in chunk.logprobs] == [-float(at) for at in range(7)]
@@ -309,7 +309,7 @@ async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str)
         assert [entry.logprob for chunk in again for entry in chunk.logprobs] == [-2.0, -3.0, -4.0, -5.0, -6.0]
 
 
-async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
+async def test_a_client_that_does_not_read_loses_its_slot_and_gets_it_back(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from router.api import servicer
@@ -345,7 +345,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
+async def test_an_owners_last_writes_before_a_takeover_count(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     verifier, prompt = FakeVerifier(SCRIPT), MODEL.tokenizer.encode("import os\n").ids

@@ -52,7 +52,7 @@ async def rate(received: list[int], seconds: float) -> float:
     return (sum(received) - before) / seconds
 
 
-async def test_clients_that_do_not_read_pause_alone_and_go_on_where_they_stopped(
+async def test_clients_that_do_not_read_pause_alone_and_continue_where_they_stopped(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 4.0)

@@ -36,7 +36,7 @@ async def test_sessions_are_counted_until_they_are_closed(redis_url: str) -> Non
         await rig.stub.CreateSession(pb.CreateSessionRequest())
 
 
-async def test_a_generation_counts_for_what_it_may_write_and_then_for_what_it_wrote(redis_url: str) -> None:
+async def test_a_generation_counts_its_possible_bytes_and_then_its_written_ones(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.05)
     async with (
         running_router(redis_url, tenant_stored_bytes=10_000) as rig,
@@ -52,7 +52,7 @@ async def test_a_generation_counts_for_what_it_may_write_and_then_for_what_it_wr
         assert ended > SESSION_BYTES
 
 
-async def test_a_full_redis_refuses_new_sessions_and_lets_others_go_on(redis_url: str) -> None:
+async def test_a_full_redis_refuses_new_sessions_and_keeps_running_ones(redis_url: str) -> None:
     async with (
         running_router(redis_url) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),

@@ -49,7 +49,7 @@ async def cost(client: Redis, sessions: Sessions, before: frozenset[str]) -> tup
     return found, sum(figures["calls"] for figures in stats.values())
 
 
-async def test_a_sweep_costs_what_is_due_however_many_sessions_there_are(client: Redis, sessions: Sessions) -> None:
+async def test_the_cost_of_a_sweep_depends_on_due_sessions_alone(client: Redis, sessions: Sessions) -> None:
     await maintenance.sweep_once(sessions, ())  # the first of a cluster scans
     nothing, idle = await cost(client, sessions, frozenset())
     await keep_idle(client, IDLE)
@@ -66,7 +66,7 @@ async def test_a_sweep_costs_what_is_due_however_many_sessions_there_are(client:
     assert await cost(client, sessions, found) == (frozenset(), idle)
 
 
-async def test_an_index_that_was_lost_is_written_anew_and_no_orphan_with_it(client: Redis, sessions: Sessions) -> None:
+async def test_a_lost_index_is_rebuilt_without_orphans(client: Redis, sessions: Sessions) -> None:
     await keep_idle(client, 50)
     await leave_behind(client, sessions, "s1")
     await client.delete(INDEX, f"{INDEX}:scanned")

@@ -62,7 +62,7 @@ async def outcome(rig: Rig, method: str, request: Any, metadata: Metadata) -> tu
     return grpc.StatusCode.OK, answer, tuple(await call.trailing_metadata())
 
 
-def test_every_method_is_here() -> None:
+def test_every_method_has_a_request_in_this_test() -> None:
     assert set(REQUESTS) == set(pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name)
 
 
@@ -93,7 +93,7 @@ async def test_no_method_is_for_callers_without_a_key(redis_url: str, method: st
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-async def test_an_expired_key_answers_as_one_that_never_was(redis_url: str, method: str) -> None:
+async def test_an_expired_key_is_answered_like_an_unknown_one(redis_url: str, method: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         expired, _ = await Keys(rig.client).add("one", valid_s=0.001)
         await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ async def test_an_expired_key_answers_as_one_that_never_was(redis_url: str, meth
         assert (code, details, trailers) == await outcome(rig, method, REQUESTS[method], bearer("outrider_never"))
 
 
-async def test_another_tenants_session_answers_as_one_that_does_not_exist(redis_url: str) -> None:
+async def test_another_tenants_session_is_answered_like_an_unknown_one(redis_url: str) -> None:
     async with two_tenants(redis_url, FakeVerifier(SCRIPT)) as (rig, mine, foreign):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4), metadata=mine))
         there, absent = started.session_id, "f" * 32
@@ -121,7 +121,7 @@ async def test_another_tenants_session_answers_as_one_that_does_not_exist(redis_
         assert (await rig.stub.GetSession(pb.GetSessionRequest(session_id=there), metadata=mine)).length > 0
 
 
-async def test_another_tenant_can_neither_cancel_nor_close_what_runs(redis_url: str) -> None:
+async def test_another_tenant_can_neither_cancel_nor_close_a_running_generation(redis_url: str) -> None:
     async with two_tenants(redis_url, FakeVerifier(SCRIPT, pace_s=0.02)) as (rig, mine, foreign):
         call = rig.stub.Generate(ask(max_tokens=20), metadata=mine)
         events: list[pb.GenerateResponse] = [await call.read()]
@@ -133,7 +133,7 @@ async def test_another_tenant_can_neither_cancel_nor_close_what_runs(redis_url: 
         assert events[-1].finished.usage.completion_tokens == 20
 
 
-async def test_sessions_and_what_verifiers_share_carry_the_tenant(redis_url: str) -> None:
+async def test_sessions_and_verifier_calls_carry_the_tenant(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with two_tenants(redis_url, verifier) as (rig, one, two):
         for metadata in (one, two):
@@ -154,7 +154,7 @@ async def test_an_idempotency_key_is_its_tenants_own(redis_url: str) -> None:
         assert ids[0] == ids[2] != ids[1]
 
 
-async def test_a_revoked_key_is_refused_within_seconds_and_what_runs_goes_on(redis_url: str) -> None:
+async def test_a_revoked_key_is_refused_within_seconds_and_running_calls_continue(redis_url: str) -> None:
     async with (
         running_router(redis_url, auth="keys") as rig,
         announced(FakeVerifier(SCRIPT, pace_s=0.1), rig.registry, MODEL.digest),
@@ -172,7 +172,7 @@ async def test_a_revoked_key_is_refused_within_seconds_and_what_runs_goes_on(red
         assert (await drain(call))[-1].finished.usage.completion_tokens == 30
 
 
-async def test_without_keys_everybody_is_one_tenant(redis_url: str) -> None:
+async def test_all_callers_without_keys_are_one_tenant(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         await collect(rig.stub.Generate(ask(max_tokens=2), metadata=bearer("whatever")))
@@ -212,7 +212,7 @@ async def assert_absent(rig: Rig, name: str, metadata: Metadata) -> None:
         assert seen[0] == seen[1], method
 
 
-async def test_another_tenants_adapter_answers_as_one_that_does_not_exist(redis_url: str) -> None:
+async def test_another_tenants_adapter_is_answered_like_an_unknown_one(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     verifier.folders = {"one/sql", "two/sql", "one/own"}
     async with two_tenants(redis_url, verifier, adapter_loaders=("*",)) as (rig, mine, foreign):
@@ -240,7 +240,7 @@ async def test_a_tenant_loads_from_no_other_tenants_folder(redis_url: str, folde
         assert (code, "is not here" in details) == (grpc.StatusCode.NOT_FOUND, True)
 
 
-async def test_what_a_publisher_loads_is_for_all_tenants_and_only_a_publisher_replaces_it(redis_url: str) -> None:
+async def test_a_publishers_adapter_serves_all_tenants_and_only_publishers_replace_it(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     verifier.folders = {"sql", "two/mine"}
     async with two_tenants(redis_url, verifier, adapter_loaders=("*",), adapter_publishers=("one",)) as (
@@ -263,7 +263,7 @@ async def test_what_a_publisher_loads_is_for_all_tenants_and_only_a_publisher_re
         await assert_absent(rig, "sql", other)
 
 
-async def test_without_keys_all_callers_are_the_owner(redis_url: str) -> None:
+async def test_all_callers_without_keys_own_the_adapters(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     verifier.folders = {"sql"}
     async with (

@@ -26,7 +26,7 @@ from tests.router.rig import (
 )
 
 
-async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_goes_on(redis_url: str) -> None:
+async def test_a_dead_verifiers_session_continues_at_another_one(redis_url: str) -> None:
     dying, steady = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, AsyncExitStack() as stack:
         async with announced(dying, rig.registry, MODEL.digest):
@@ -50,9 +50,7 @@ async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_go
 
 
 @pytest.mark.parametrize("script", [SCRIPT[:9], [*SCRIPT[:4], 0, *SCRIPT[4:]]], ids=["length", "stop"])
-async def test_nothing_follows_the_end_when_the_verifier_dies_before_it_sends_it(
-    redis_url: str, script: list[int]
-) -> None:
+async def test_a_verifier_that_dies_before_sending_the_end_adds_no_tokens(redis_url: str, script: list[int]) -> None:
     dying, steady = FakeVerifier(script), FakeVerifier(script)
     dying.dies_at_the_end = True
     async with (
@@ -80,7 +78,7 @@ async def test_a_verifier_that_falls_silent_is_taken_for_dead(redis_url: str) ->
         assert (await rig.sessions.get(started.session_id)).epoch == 2
 
 
-async def test_what_makes_verifiers_stand_still_reaches_three_of_them_and_no_more(redis_url: str) -> None:
+async def test_a_request_that_stalls_verifiers_reaches_at_most_three(redis_url: str) -> None:
     verifiers = [FakeVerifier(SCRIPT) for _ in range(4)]
     for verifier in verifiers:
         verifier.silent, verifier.pace_s = True, 60
@@ -111,7 +109,7 @@ async def test_verifiers_that_die_do_not_count_as_standing_still(redis_url: str)
         assert tail[-1].finished.usage.completion_tokens == len(SCRIPT)
 
 
-async def test_when_all_verifiers_are_gone_the_client_gets_the_error_and_can_resume(redis_url: str) -> None:
+async def test_a_client_without_verifiers_gets_the_error_and_can_resume(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig:
         async with announced(first, rig.registry, MODEL.digest) as worker:
@@ -149,7 +147,7 @@ async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_verifier_that_has_lost_redis_alone_is_there_as_long_as_it_serves(redis_url: str) -> None:
+async def test_a_verifier_missing_from_redis_is_used_while_it_serves(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
         first = rig.stub.Generate(ask(max_tokens=40))

@@ -36,7 +36,7 @@ async def sessions_in(rig: Rig) -> int:
     return len([key async for key in rig.client.scan_iter("*:session")])
 
 
-async def test_what_waits_is_nowhere_but_in_the_queue_and_leaves_it_with_its_caller(redis_url: str) -> None:
+async def test_a_queued_request_exists_only_in_the_queue_and_leaves_with_its_caller(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=10)
     async with running_router(redis_url, max_sessions=1) as rig, announced(verifier, rig.registry, MODEL.digest):
         first = rig.stub.Generate(ask(max_tokens=2))
@@ -57,7 +57,7 @@ async def test_what_waits_is_nowhere_but_in_the_queue_and_leaves_it_with_its_cal
         assert len(verifier.starts) == 2  # no step was started for the others
 
 
-async def test_a_cancel_ends_what_waits_and_no_step_is_started_for_it(redis_url: str) -> None:
+async def test_a_cancel_ends_a_queued_request_before_any_step(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=10)
     async with (
         running_router(redis_url, max_sessions=1) as rig,
@@ -82,7 +82,7 @@ async def test_a_cancel_ends_what_waits_and_no_step_is_started_for_it(redis_url:
         assert len(verifier.starts) == 3  # the first one's, the other's, and that of the turn after the cancel
 
 
-async def test_a_cancel_in_the_moment_in_which_a_generation_begins_ends_it(
+async def test_a_cancel_during_the_begin_of_a_generation_ends_the_generation(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beginning, go_on = asyncio.Event(), asyncio.Event()
@@ -113,7 +113,7 @@ async def test_a_cancel_in_the_moment_in_which_a_generation_begins_ends_it(
         assert verifier.steps == 0
 
 
-async def test_batch_goes_behind_those_who_wait_in_person_and_a_wrong_priority_is_named(redis_url: str) -> None:
+async def test_batch_requests_wait_behind_interactive_ones_and_a_wrong_priority_is_named(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.05)
     async with running_router(redis_url, max_sessions=1) as rig, announced(verifier, rig.registry, MODEL.digest):
         first = rig.stub.Generate(ask(max_tokens=8))
@@ -132,7 +132,7 @@ async def test_batch_goes_behind_those_who_wait_in_person_and_a_wrong_priority_i
             await collect(rig.stub.Generate(wrong))
 
 
-async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(redis_url: str) -> None:
+async def test_a_request_refused_by_full_verifiers_waits_with_its_lease_and_continues(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     verifier.full = True
     async with (
@@ -153,7 +153,7 @@ async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(
         assert finished.usage.first_token_us > 1_500_000
 
 
-async def test_a_verifier_that_goes_down_in_order_is_no_failure_and_another_one_is_waited_for(
+async def test_a_draining_verifier_is_no_failure_and_another_one_is_waited_for(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     leaving, steady = FakeVerifier(SCRIPT, pace_s=0.005), FakeVerifier(SCRIPT, pace_s=0.005)
@@ -173,7 +173,7 @@ async def test_a_verifier_that_goes_down_in_order_is_no_failure_and_another_one_
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_nothing_is_placed_on_a_worker_that_announces_that_it_goes_down(redis_url: str) -> None:
+async def test_no_session_is_placed_on_a_draining_worker(redis_url: str) -> None:
     leaving, steady = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
     async with (
         running_router(redis_url) as rig,
@@ -184,7 +184,7 @@ async def test_nothing_is_placed_on_a_worker_that_announces_that_it_goes_down(re
         assert (len(leaving.starts), len(steady.starts)) == (0, 1)
 
 
-async def test_a_router_that_goes_down_hands_all_to_another_at_once(
+async def test_a_draining_router_hands_all_generations_to_another_at_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)  # longer than the test: no client may back off
@@ -232,7 +232,7 @@ async def test_a_draining_router_sends_moved_and_has_released_the_session_by_the
             await until(lambda: verifier.open == 0)
 
 
-async def test_what_begins_in_the_moment_in_which_its_router_goes_down_moves_too(
+async def test_a_generation_that_begins_during_the_drain_moves_too(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, asked, may_begin = Sessions.begin, asyncio.Event(), asyncio.Event()
@@ -260,7 +260,7 @@ async def test_what_begins_in_the_moment_in_which_its_router_goes_down_moves_too
             await ending
 
 
-async def test_what_was_left_behind_is_swept_by_any_router_and_nothing_else_is(
+async def test_any_router_sweeps_abandoned_generations_and_no_others(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(maintenance, "SWEEP_S", 0.2)
@@ -300,7 +300,7 @@ async def test_an_owner_that_could_not_reach_redis_for_long_is_not_swept(redis_u
         assert (await drain(call))[-1].finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 
-async def test_routers_that_share_a_verifier_take_what_it_has_and_refuse_no_request(redis_url: str) -> None:
+async def test_routers_share_a_verifiers_slots_and_refuse_no_request(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
     verifier.slots = 2
     async with (

@@ -49,7 +49,7 @@ def generate(rig: Rig, session_id: str, tokens: int = 60) -> asyncio.Task[Any]:
     return asyncio.create_task(collect(rig.stub.Generate(request)))
 
 
-async def test_all_watchers_of_a_session_have_one_stream_of_its_verifier(redis_url: str) -> None:
+async def test_all_watchers_of_a_session_share_one_verifier_stream(redis_url: str) -> None:
     verifier = Watched()
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         session_id = (await rig.stub.CreateSession(pb.CreateSessionRequest())).session_id
@@ -83,9 +83,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reads
 
 
-async def test_the_steps_of_an_idle_session_come_at_once_whichever_router_it_begins_at(
-    redis_url: str, reads: list[str]
-) -> None:
+async def test_a_watched_idle_session_shows_its_steps_at_once_from_any_router(redis_url: str, reads: list[str]) -> None:
     verifier = Watched(0.01)  # its answer ends before the next look, which would come after 2.54 s
     async with (
         running_router(redis_url) as rig,
@@ -115,7 +113,7 @@ async def test_the_steps_of_an_idle_session_come_at_once_whichever_router_it_beg
             await asyncio.wait_for(reading, 1)
 
 
-async def test_a_tenant_has_so_many_watchers_and_no_more(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenants_watchers_are_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_stream, "MAX_OF_TENANT", 3)
     async with running_router(redis_url) as rig, announced(Watched(), rig.registry, MODEL.digest):
         session_id = (await rig.stub.CreateSession(pb.CreateSessionRequest())).session_id

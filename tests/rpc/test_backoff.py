@@ -14,7 +14,7 @@ def test_each_pause_is_twice_the_one_before_up_to_the_longest() -> None:
     assert pause_s(10**9, 0.5, 30.0) == 30.0
 
 
-async def test_what_ran_for_long_begins_with_the_first_pause_again() -> None:
+async def test_a_long_run_resets_the_backoff() -> None:
     backoff = Backoff(0.001, 0.004, steady_s=60.0)
     taken = []
     for ran_s in (0.0, 1.0, 60.0, 60.1, 0.0):

@@ -11,11 +11,11 @@ SERVERS, CLIENTS = 3, 24  # of all clients of a fair draw at one server: one in 
 
 
 @pytest.mark.parametrize("address", ["router:7070", "dns:///router:7070", "127.0.0.1:7070"])
-def test_a_name_is_spread_over(address: str) -> None:
+def test_the_addresses_of_a_name_are_shuffled(address: str) -> None:
     assert "shuffleAddressList" in str(dict(options_of(address))["grpc.service_config"])
 
 
-async def test_clients_of_a_name_take_different_servers_and_those_of_a_list_its_first() -> None:
+async def test_clients_of_a_name_use_different_servers_and_clients_of_a_list_its_first() -> None:
     ports: list[int] = []
     servers = []
     for number in range(SERVERS):

@@ -20,7 +20,7 @@ async def arriving(queue: asyncio.Queue[str]) -> AsyncIterator[str]:
         yield message
 
 
-async def test_a_silent_peer_is_taken_for_dead_and_one_that_ends_is_not() -> None:
+async def test_a_silent_peer_is_declared_dead_and_an_ended_one_is_not() -> None:
     queue: asyncio.Queue[str] = asyncio.Queue()
     messages = monitored(arriving(queue), "it", WITHIN_S)
     queue.put_nowait("a")
@@ -33,7 +33,7 @@ async def test_a_silent_peer_is_taken_for_dead_and_one_that_ends_is_not() -> Non
     assert [message async for message in monitored(arriving(queue), "it", WITHIN_S)] == []
 
 
-async def test_a_process_that_stood_still_itself_listens_once_more_and_no_more_than_that() -> None:
+async def test_a_process_that_was_stopped_listens_once_more_and_no_longer() -> None:
     queue: asyncio.Queue[str] = asyncio.Queue()
     messages = monitored(arriving(queue), "it", WITHIN_S)
     listening = asyncio.ensure_future(anext(messages))

@@ -94,7 +94,7 @@ async def test_a_call_that_outlives_the_drain_is_cancelled() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_reflection_lists_what_was_registered() -> None:
+async def test_reflection_lists_the_registered_services() -> None:
     async with (
         serving("127.0.0.1:0", Slow().register, drain_s=0) as address,
         open_channel(address) as channel,
@@ -114,7 +114,7 @@ async def test_port_zero_is_replaced_by_the_port_that_was_taken() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_a_busy_port_is_refused_with_the_address_and_what_to_do(host: str) -> None:
+async def test_a_busy_port_is_refused_with_the_address_and_a_remedy(host: str) -> None:
     async with serving(f"{host}:0", Slow().register, drain_s=0) as address:
         with pytest.raises(ConfigError, match=rf"cannot bind {address} \(Address already in use\).*port 0"):
             async with serving(address, Slow().register):
@@ -128,7 +128,7 @@ async def test_an_impossible_address_is_refused(listen: str) -> None:
             pass
 
 
-async def test_a_port_can_be_taken_again_at_once() -> None:
+async def test_a_port_can_be_bound_again_at_once() -> None:
     async with (
         serving("127.0.0.1:0", Slow().register, drain_s=0) as address,
         open_channel(address) as channel,

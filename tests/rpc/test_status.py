@@ -82,7 +82,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-async def test_every_error_comes_back_as_its_own_class_with_its_text(
+async def test_every_error_keeps_its_class_and_text_over_the_wire(
     kind: type[errors.OutriderError],
 ) -> None:
     sent = kind("top_p", "is 2 – too much") if kind is errors.InvalidRequest else kind("so: it failed – really")
@@ -91,14 +91,14 @@ async def test_every_error_comes_back_as_its_own_class_with_its_text(
     assert str(back) == str(sent)
 
 
-def test_statuses_are_distinct_so_that_the_code_alone_names_a_class() -> None:
+def test_every_error_class_has_its_own_status_code() -> None:
     assert set(status.CODES) == set(ALL)
     classes = [kind for kind in ALL if kind.__base__ is errors.OutriderError]
     assert len({status.CODES[kind] for kind in classes}) == len(classes)
     assert set(status.BY_CODE.values()) == set(classes)  # a subclass has its base's
 
 
-async def test_retry_after_and_field_survive() -> None:
+async def test_retry_after_and_field_survive_the_wire() -> None:
     overloaded = from_rpc_error(await outcome(failing(errors.Overloaded("full", retry_after=0.25))))
     assert isinstance(overloaded, errors.Overloaded)
     assert overloaded.retry_after == 0.25
@@ -122,7 +122,7 @@ async def test_errors_after_the_first_message_of_a_stream_are_translated_too() -
         assert type(from_rpc_error(caught.value)) is errors.Superseded
 
 
-async def test_a_bug_is_logged_once_and_its_details_do_not_reach_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_logged_once_and_its_details_stay_on_the_server(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         error = await outcome(failing(ZeroDivisionError("secret")))
     assert error.code() is grpc.StatusCode.INTERNAL

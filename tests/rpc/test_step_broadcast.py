@@ -39,7 +39,7 @@ async def test_a_slow_watcher_misses_steps_and_the_next_one_has_their_number() -
 
 
 @pytest.mark.parametrize("error", [None, NotFound("no such session")])
-async def test_the_end_comes_after_the_steps_that_are_queued(error: NotFound | None) -> None:
+async def test_the_end_follows_the_queued_steps(error: NotFound | None) -> None:
     broadcast = StepBroadcast()
     steps, first = begun(broadcast)
     await asyncio.sleep(0)

@@ -23,7 +23,7 @@ def ends(name: str) -> int:
     return supervision.unexpected_ends[name]
 
 
-async def test_what_fails_or_ends_is_run_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_fails_or_returns_runs_again(caplog: pytest.LogCaptureFixture) -> None:
     runs: list[int] = []
     goes_on = asyncio.Event()
 
@@ -50,7 +50,7 @@ async def test_what_fails_or_ends_is_run_again(caplog: pytest.LogCaptureFixture)
     assert "task 'chore' has come to an end; it is started again in 0.02 s" in caplog.text
 
 
-async def test_somebody_else_s_cancellation_does_not_end_it_silently() -> None:
+async def test_a_foreign_cancellation_does_not_end_a_task_silently() -> None:
     """As where a call is cancelled that the task reads from: CancelledError comes, and the task was not cancelled."""
     runs = 0
     goes_on = asyncio.Event()
@@ -73,7 +73,7 @@ async def test_somebody_else_s_cancellation_does_not_end_it_silently() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_the_end_of_what_is_needed_ends_the_server(fails: bool) -> None:
+async def test_the_end_of_a_required_task_ends_the_server(fails: bool) -> None:
     async def work() -> None:
         await asyncio.sleep(0.01)
         if fails:
@@ -90,7 +90,7 @@ async def test_the_end_of_what_is_needed_ends_the_server(fails: bool) -> None:
     assert ends("heart") == 1
 
 
-async def test_a_server_that_is_cancelled_leaves_no_task_and_counts_none() -> None:
+async def test_a_cancelled_server_leaves_no_task_and_counts_no_failure() -> None:
     async def server() -> None:
         async with supervising() as tasks:
             tasks.keep_running("chore", asyncio.Event().wait)

@@ -92,13 +92,13 @@ async def greeted(address: str, tls: Tls | None, server_name: str = "") -> None:
             raise from_rpc_error(error) from None
 
 
-def test_the_table_has_every_method_between_parts_and_none_of_clients() -> None:
+def test_the_role_table_has_every_internal_method_and_no_client_method() -> None:
     assert set(ALLOWED_ROLES) == set(METHODS)
     assert not any(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name in path for path in ALLOWED_ROLES)
 
 
 @pytest.mark.parametrize("path", ALLOWED_ROLES)
-async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path], path: str) -> None:
+async def test_a_method_admits_only_its_roles(folders: dict[str, Path], path: str) -> None:
     ours = folders["ours"]
     async with parts(certificate(ours, "verifier")) as address:
         for role in ROLES:
@@ -144,7 +144,7 @@ async def test_health_is_for_every_certificate_of_the_ca(folders: dict[str, Path
             await greeted(address, certificate(folders["ours"], role), SERVER)
 
 
-async def test_a_probe_without_a_certificate_gets_the_health_where_nothing_else_is_served(
+async def test_a_probe_without_a_certificate_reaches_only_the_health_service(
     folders: dict[str, Path],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -160,7 +160,7 @@ async def test_a_probe_without_a_certificate_gets_the_health_where_nothing_else_
 
 
 @pytest.mark.parametrize("who", ["of another CA", "expired", "missing", "plain text"])
-async def test_a_caller_without_a_good_certificate_gets_what_is_wrong(folders: dict[str, Path], who: str) -> None:
+async def test_a_caller_without_a_good_certificate_gets_the_reason(folders: dict[str, Path], who: str) -> None:
     ours, trusted = folders["ours"], folders["expired" if who == "expired" else "ours"]
     tls = {
         "of another CA": certificate(folders["other"], "router", ours),
@@ -182,7 +182,7 @@ async def test_a_caller_without_a_good_certificate_gets_what_is_wrong(folders: d
         ("ours", "client", r"another role or host; give it its own"),
     ],
 )
-async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_caller(
+async def test_a_server_with_another_identity_is_refused_by_its_caller(
     folders: dict[str, Path], whose: str, role: str, problem: str
 ) -> None:
     folder = folders[whose]
@@ -193,13 +193,13 @@ async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_call
             await greeted(address, caller, VERIFIER)
 
 
-async def test_a_server_without_tls_is_distinguished_from_one_that_is_away(folders: dict[str, Path]) -> None:
+async def test_a_server_without_tls_is_distinguished_from_a_missing_one(folders: dict[str, Path]) -> None:
     async with parts(None) as address:
         with pytest.raises(Unavailable, match="speaks no TLS"):
             await greeted(address, certificate(folders["ours"], "router"), VERIFIER)
 
 
-async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(folders: dict[str, Path]) -> None:
+async def test_clients_of_a_router_need_no_certificate_and_verify_its_host(folders: dict[str, Path]) -> None:
     client = Tls.client(folders["ours"] / "ca.pem")
     async with parts(certificate(folders["ours"], "router"), mutual=False) as address:
         await greeted(address, client)
@@ -209,7 +209,7 @@ async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(f
             await greeted(address, client, "elsewhere.example")
 
 
-async def test_a_server_takes_up_renewed_files_and_keeps_what_it_has_while_they_do_not_fit(tmp_path: Path) -> None:
+async def test_a_server_loads_renewed_files_and_keeps_its_own_while_they_do_not_fit(tmp_path: Path) -> None:
     make(tmp_path)
     before = certificate(tmp_path, "router")
     async with (
@@ -245,7 +245,7 @@ def presented(address: str, caller: Tls) -> bytes:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
 
 
-def test_grpc_is_given_a_certificate_anew_only_when_it_is_another(tmp_path: Path) -> None:
+def test_grpc_is_given_a_certificate_again_only_when_it_changed(tmp_path: Path) -> None:
     """Given it with each connection, a server dies of a few hundred that begin at the same time."""
     make(tmp_path, days=1)
     served = server.ServedTls(certificate(tmp_path, "verifier"))
@@ -258,7 +258,7 @@ def test_grpc_is_given_a_certificate_anew_only_when_it_is_another(tmp_path: Path
     assert served.renewed() is None
 
 
-async def test_renewed_certificates_are_for_new_connections_and_running_calls_go_on(tmp_path: Path) -> None:
+async def test_renewed_certificates_serve_new_connections_and_running_calls_continue(tmp_path: Path) -> None:
     make(tmp_path)
     caller, authority = certificate(tmp_path, "router"), (tmp_path / "ca.pem").read_bytes()
     async with parts(certificate(tmp_path, "verifier")) as address:
@@ -351,7 +351,7 @@ def test_files_that_do_not_fit_are_refused_with_their_names(
         Tls.read(*given)
 
 
-def test_a_private_key_is_not_in_what_is_shown_of_it(folders: dict[str, Path]) -> None:
+def test_a_private_key_is_absent_from_its_repr(folders: dict[str, Path]) -> None:
     assert "PRIVATE" not in repr(certificate(folders["ours"], "router"))
 
 

@@ -33,9 +33,7 @@ async def exported(
     return [span for span in kept.get_finished_spans() if span.name.endswith("/Cancel")]
 
 
-async def test_by_default_a_caller_has_no_part_in_it_and_is_linked(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_is_linked_but_no_parent_by_default(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await exported(redis_url, monkeypatch, ALWAYS_OFF, trusted=False, sampled=True) == []
     [span] = await exported(redis_url, monkeypatch, ALWAYS_ON, trusted=False, sampled=False)
     assert span.parent is None
@@ -43,7 +41,9 @@ async def test_by_default_a_caller_has_no_part_in_it_and_is_linked(
     assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [(TRACE, CALLER)]
 
 
-async def test_a_caller_that_is_trusted_decides(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trusted_caller_decides_whether_its_request_is_traced(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await exported(redis_url, monkeypatch, ALWAYS_ON, trusted=True, sampled=False) == []
     [span] = await exported(redis_url, monkeypatch, ALWAYS_OFF, trusted=True, sampled=True)
     assert span.parent is not None

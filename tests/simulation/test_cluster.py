@@ -52,7 +52,7 @@ def test_a_perfect_drafter_s_whole_tree_is_committed_and_a_useless_one_s_never()
 
 
 @pytest.mark.parametrize("agreement", [0.5, 0.8])
-def test_acceptance_lengths_are_those_of_a_chain(agreement: float) -> None:
+def test_acceptance_lengths_follow_the_formula_of_a_chain(agreement: float) -> None:
     """At most that many: the step starts when waiting for another level does not pay."""
     longest = sum(agreement**depth for depth in range(9))
     assert 0.7 * longest < run("fixed", agreement).acceptance_length <= 1.03 * longest
@@ -64,13 +64,13 @@ def test_distance_costs_speed_and_never_more_than_a_little_of_plain_decode() -> 
     assert near > 1.8 * 50
 
 
-def test_more_callers_than_slots_wait_and_all_are_answered_in_turn() -> None:
+def test_callers_beyond_the_slots_wait_and_lose_no_goodput() -> None:
     deployment = FLAT.model_copy(update={"slots": 2})
     few, many = run("off", 0.8, deployment=deployment, callers=2), run("off", 0.8, deployment=deployment, callers=9)
     assert many.goodput == pytest.approx(few.goodput, rel=0.02)
 
 
-def test_the_same_seed_gives_the_same_figures() -> None:
+def test_an_equal_seed_gives_equal_figures() -> None:
     assert run("goodput", 0.7, callers=4) == run("goodput", 0.7, callers=4)
 
 
@@ -95,7 +95,7 @@ def test_goodput_is_ahead_of_every_fixed_gamma_in_rounds_and_never_behind_plain_
         ("kind", "not valid TOML"),
     ],
 )
-def test_a_scenario_that_is_none_is_refused_with_the_reason(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_malformed_scenario_is_refused_with_the_reason(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=problem):

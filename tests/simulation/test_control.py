@@ -34,7 +34,7 @@ def run(agreement: float, callers: int, trip_ms: float, contention: float, ceili
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("agreement", "callers", "trip_ms", "contention"), GRID)
-def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_fixed_way(
+def test_control_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_fixed_mode(
     agreement: float, callers: int, trip_ms: float, contention: float
 ) -> None:
     """The forty seconds are the cluster's first."""

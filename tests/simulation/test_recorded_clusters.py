@@ -18,7 +18,7 @@ SECONDS, REPETITIONS = 15.0, 2  # as they were measured
 
 
 @pytest.mark.parametrize("recorded", RECORDED)
-def test_a_prediction_is_within_a_tenth_of_what_was_measured(recorded: dict[str, Any]) -> None:
+def test_a_prediction_is_within_a_tenth_of_the_measurement(recorded: dict[str, Any]) -> None:
     readings = Readings(
         Deployment.model_validate(recorded["deployment"]),
         DrafterKind.model_validate(recorded["kind"]),

@@ -33,7 +33,7 @@ def learn(priors: AcceptancePriors, steps: int, *, accepted: int = 2, verified: 
         )
 
 
-async def test_what_routers_saw_adds_up_and_a_new_session_begins_where_others_are(client: Client) -> None:
+async def test_statistics_of_routers_add_up_for_new_sessions(client: Client) -> None:
     one, two, new = AcceptancePriors(), AcceptancePriors(), AcceptancePriors()
     learn(one, 100)
     learn(two, 50)
@@ -50,7 +50,7 @@ async def test_what_routers_saw_adds_up_and_a_new_session_begins_where_others_ar
     assert await client.ttl(KEY) > 0
 
 
-async def test_sharing_twice_counts_once_and_old_steps_fade(client: Client) -> None:
+async def test_shared_statistics_count_once_and_old_steps_fade(client: Client) -> None:
     priors = AcceptancePriors()
     learn(priors, 10)
     for _ in range(5):
@@ -76,7 +76,7 @@ async def test_sharing_twice_counts_once_and_old_steps_fade(client: Client) -> N
         b"\xff\xfe",
     ],
 )
-async def test_what_is_not_ours_is_replaced(client: Client, stored: bytes) -> None:
+async def test_malformed_stored_statistics_are_replaced(client: Client, stored: bytes) -> None:
     await client.set(KEY, stored)
     priors = AcceptancePriors()
     learn(priors, 10)
@@ -87,7 +87,7 @@ async def test_what_is_not_ours_is_replaced(client: Client, stored: bytes) -> No
     assert again.counts.steps == 10
 
 
-async def test_without_redis_nothing_is_forgotten(client: Client) -> None:
+async def test_statistics_survive_a_missing_redis(client: Client) -> None:
     priors, away = AcceptancePriors(), connect("redis://127.0.0.1:1")
     learn(priors, 10)
     with pytest.raises(Unavailable):

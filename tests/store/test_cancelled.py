@@ -26,7 +26,7 @@ async def _look_for_a_session(client: Redis) -> None:
 
 
 @pytest.mark.parametrize("look", [_look_for_workers, _look_for_a_session])
-async def test_a_task_that_asks_redis_all_the_time_ends_when_it_is_cancelled(
+async def test_a_task_that_queries_redis_continuously_ends_when_cancelled(
     client: Redis, look: Callable[[Redis], Awaitable[None]]
 ) -> None:
     asked = 0

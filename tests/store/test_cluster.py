@@ -80,7 +80,7 @@ async def test_sessions_live_on_all_nodes(ports: list[int], client: RedisCluster
         assert (await sessions.get(name)).closed
 
 
-async def test_what_is_left_behind_is_found_on_all_nodes(client: RedisCluster) -> None:
+async def test_abandoned_sessions_are_found_on_all_nodes(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=0, resume_ttl_s=0)
     names = {f"s{number}" for number in range(20)}
     for name in names:
@@ -94,13 +94,13 @@ async def test_what_is_left_behind_is_found_on_all_nodes(client: RedisCluster) -
     assert not await sessions.leases.due()
 
 
-async def test_more_callers_than_connections_take_turns(client: RedisCluster) -> None:
+async def test_callers_beyond_the_connections_take_turns(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     created = await asyncio.gather(*(sessions.create(f"s{index}", "t", "m", b"") for index in range(500)))
     assert all(created)
 
 
-async def test_scripts_survive_nodes_that_forgot_them(client: RedisCluster) -> None:
+async def test_scripts_are_loaded_again_on_nodes_that_lost_them(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     await sessions.create("s1", "tenant", "target", b"digest")
     await client.script_flush()
@@ -133,7 +133,7 @@ async def test_events_reach_all_nodes(client: RedisCluster) -> None:
             assert await anext(listening) == SessionEvent(f"s{number}", "v1")
 
 
-async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> None:
+async def test_idempotency_keys_tickets_and_the_registry_work_on_a_cluster(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     for index in range(8):
         assert await sessions.claim("tenant", f"key {index}", b"request", f"s{index}") == f"s{index}"

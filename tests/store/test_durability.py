@@ -16,7 +16,7 @@ from outrider.errors import Conflict, Unavailable
 from outrider.store.redis.client import connect
 from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, SessionTurn
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 
 TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), answer_position=4, deadline=None)
 PIECE = 512  # tokens
@@ -70,7 +70,7 @@ class Writer:
         self.digest = extend(self.digest, fresh)
 
 
-async def test_a_killed_server_comes_back_with_its_log(tmp_path: Path) -> None:
+async def test_a_killed_server_restarts_with_its_log(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         writer = Writer(server.url)
         await writer.begin()
@@ -93,7 +93,7 @@ def _cut_off(data: Path, size: int) -> None:
         aof.truncate(file.stat().st_size - size)
 
 
-async def test_a_server_that_lost_its_last_writes_gets_them_back_from_the_owner(tmp_path: Path) -> None:
+async def test_writes_that_a_server_lost_are_restored_by_their_owner(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         writer = Writer(server.url)
         await writer.begin()
@@ -114,7 +114,7 @@ async def test_a_server_that_lost_its_last_writes_gets_them_back_from_the_owner(
         await writer.client.aclose()
 
 
-async def test_a_full_disk_refuses_writes_and_loses_none_that_it_took(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_writes_and_loses_no_accepted_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as data:
         ballast = data / "ballast"
         ballast.write_bytes(bytes(100_000))

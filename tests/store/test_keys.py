@@ -35,7 +35,7 @@ async def test_a_key_names_its_tenant_and_its_secret_is_nowhere_in_redis(redis: 
 
 
 @pytest.mark.parametrize("wrong", ["", "outrider_", "x" * 10_000, "é"])
-async def test_what_is_no_key_is_refused(redis: Redis, wrong: str) -> None:
+async def test_a_malformed_key_is_refused(redis: Redis, wrong: str) -> None:
     keys = Keys(redis)
     await keys.add("acme")
     with pytest.raises(Unauthenticated):
@@ -56,7 +56,7 @@ async def test_unknown_expired_and_revoked_keys_are_refused_with_one_text(redis:
     assert len(texts) == 1
 
 
-async def test_a_key_that_is_cached_stops_working_when_it_expires_and_soon_after_it_is_revoked(
+async def test_a_cached_key_stops_working_at_its_expiry_and_soon_after_its_revocation(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = RedisClock()
@@ -95,12 +95,12 @@ async def test_a_tenant_has_a_plain_name(redis: Redis, tenant: str) -> None:
         await Keys(redis).add(tenant)
 
 
-async def test_a_key_that_is_not_there_cannot_be_revoked(redis: Redis) -> None:
+async def test_an_unknown_key_cannot_be_revoked(redis: Redis) -> None:
     with pytest.raises(NotFound, match="outrider keys list"):
         await Keys(redis).revoke("0" * 12)
 
 
-async def test_look_ups_of_unknown_keys_are_bounded_and_known_ones_do_not_wait_for_them(
+async def test_lookups_of_unknown_keys_are_bounded_and_do_not_delay_known_ones(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_LOOKUPS", 2)

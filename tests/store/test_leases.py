@@ -42,9 +42,7 @@ async def calls(client: Redis) -> dict[str, int]:
     return {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in stats.items()}
 
 
-async def test_a_generation_is_listed_by_its_end_and_appends_leave_that_alone(
-    client: Redis, sessions: Sessions
-) -> None:
+async def test_a_generation_is_listed_by_its_end_which_appends_do_not_move(client: Redis, sessions: Sessions) -> None:
     before = await now_ms(client)
     owned = await begin(sessions)
     first = await end_ms(client)
@@ -62,7 +60,7 @@ async def test_a_generation_is_listed_by_its_end_and_appends_leave_that_alone(
     assert await end_ms(client) == first
 
 
-async def test_an_entry_that_is_due_moves_to_its_records_end_or_goes_with_its_generation(
+async def test_a_due_entry_moves_to_its_records_end_or_is_removed_with_its_generation(
     client: Redis, sessions: Sessions
 ) -> None:
     owned = [await begin(sessions, name) for name in ("runs", "ended", "closed")]
@@ -77,7 +75,7 @@ async def test_an_entry_that_is_due_moves_to_its_records_end_or_goes_with_its_ge
     assert not await sessions.leases.due()
 
 
-async def test_what_was_left_behind_stays_due_until_it_is_ended(client: Redis, sessions: Sessions) -> None:
+async def test_an_abandoned_generation_stays_due_until_it_is_ended(client: Redis, sessions: Sessions) -> None:
     await begin(sessions)
     await client.hset("outrider:{s1}:session", mapping={"lease": 1, "resumable": 1})
     await make_due(client, "s1")
@@ -101,9 +99,7 @@ async def test_a_look_from_before_a_new_generation_does_not_remove_its_entry(cli
     assert await end_ms(client) == listed
 
 
-async def test_entries_of_what_has_ended_are_removed_together_if_they_are_unchanged(
-    client: Redis, sessions: Sessions
-) -> None:
+async def test_unchanged_entries_of_ended_generations_are_removed_together(client: Redis, sessions: Sessions) -> None:
     names = [f"s{number}" for number in range(600)]
     for owned in [await begin(sessions, name) for name in names]:
         await owned.finish("stop", "")
@@ -119,7 +115,7 @@ async def test_entries_of_what_has_ended_are_removed_together_if_they_are_unchan
     assert not await client.exists(INDEX)
 
 
-async def test_what_is_not_listed_is_listed_when_it_is_come_upon(client: Redis, sessions: Sessions) -> None:
+async def test_an_unlisted_running_generation_is_listed_when_found(client: Redis, sessions: Sessions) -> None:
     owned = [await begin(sessions, name) for name in ("runs", "ended")]
     await owned[1].finish("stop", "")
     await client.delete(INDEX)
@@ -132,7 +128,7 @@ async def test_what_is_not_listed_is_listed_when_it_is_come_upon(client: Redis, 
     assert await end_ms(client, "runs") == 1  # an entry that is there stays
 
 
-async def test_what_is_restored_is_listed_again(client: Redis, sessions: Sessions) -> None:
+async def test_a_restored_session_is_listed_again(client: Redis, sessions: Sessions) -> None:
     owned = await begin(sessions)
     record = await sessions.get("s1")
     await client.flushdb()
@@ -140,7 +136,7 @@ async def test_what_is_restored_is_listed_again(client: Redis, sessions: Session
     assert await end_ms(client) is not None
 
 
-async def test_one_scan_is_under_way_and_the_next_one_an_hour_after_it(client: Redis, sessions: Sessions) -> None:
+async def test_only_one_scan_runs_and_the_next_one_begins_an_hour_later(client: Redis, sessions: Sessions) -> None:
     assert await sessions.leases.begin_scan()
     assert not await sessions.leases.begin_scan()
     assert 0 < await client.pttl(f"{INDEX}:scanned") <= 300_000  # the one that began may die

@@ -54,7 +54,7 @@ def _timeless(record: SessionRecord) -> SessionRecord:
     return replace(record, lease=0.0, resumable=0.0)
 
 
-async def test_everything_comes_back_from_nothing_from_an_older_state_and_from_an_older_epoch(
+async def test_a_session_is_restored_from_nothing_an_older_state_or_an_older_epoch(
     client: Redis, sessions: Sessions
 ) -> None:
     states = [{}, await _dump(client)]
@@ -90,7 +90,7 @@ async def test_renewing_and_ending_notice_that_tokens_were_lost(client: Redis, s
     assert not (await sessions.get("s1")).finished
 
 
-async def test_an_end_comes_back_too(client: Redis, sessions: Sessions) -> None:
+async def test_an_ended_generation_is_restored_with_its_end(client: Redis, sessions: Sessions) -> None:
     owned = await _begin(sessions)
     await _append(owned, 4, 7)
     state = await _dump(client)
@@ -179,7 +179,7 @@ async def test_a_restore_that_is_always_overtaken_gives_up(sessions: Sessions) -
         ("earlier end", r"has ended \(stop\) with 6"),
     ],
 )
-async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
+async def test_a_foreign_write_during_recovery_is_a_conflict(
     client: Redis, sessions: Sessions, what: str, problem: str
 ) -> None:
     new = await _dump(client)
@@ -213,7 +213,7 @@ async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
     assert await _dump(client) == before
 
 
-async def test_a_long_log_comes_back_in_pieces_and_in_one_step(client: Redis, sessions: Sessions) -> None:
+async def test_a_long_log_is_sent_in_pieces_and_restored_atomically(client: Redis, sessions: Sessions) -> None:
     turn = replace(TURN, answer_position=20_000)
     tokens = [position % 97 for position in range(30_000)]
     beside = b"".join(position.to_bytes(4, "little") for position in range(10_000))

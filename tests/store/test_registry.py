@@ -41,7 +41,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-async def test_workers_are_listed_by_role_as_they_described_themselves(client: Redis) -> None:
+async def test_workers_are_listed_by_role_with_their_latest_description(client: Redis) -> None:
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s=5)
     await registry.announce(DRAFTER, ttl_s=5)
@@ -83,7 +83,7 @@ async def test_an_entry_without_a_protocol_is_of_an_older_version(client: Redis)
     assert worker.protocol == 0
 
 
-async def test_a_drafter_cannot_pose_as_a_verifier_nor_take_its_place(
+async def test_a_drafter_cannot_pose_as_a_verifier_or_replace_one(
     client: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = Registry(client)
@@ -203,7 +203,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
     await client.aclose()
 
 
-async def test_a_worker_that_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
+async def test_a_worker_that_does_not_return_within_a_ttl_is_dropped(server: Server) -> None:
     client, ttl_s = connect(server.url), 2.0
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s)
@@ -221,7 +221,7 @@ async def test_a_worker_that_does_not_come_back_within_a_ttl_is_gone(server: Ser
     await client.aclose()
 
 
-async def test_without_an_outage_no_worker_is_spared(client: Redis) -> None:
+async def test_a_worker_missing_without_an_outage_is_dropped(client: Redis) -> None:
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s=5)
     assert await registry.workers() == [VERIFIER]

@@ -14,7 +14,7 @@ from outrider.store.redis.embedded import EmbeddedRedis
 from outrider.store.session_events import SessionEvent, SessionEvents
 
 
-async def test_what_is_published_reaches_all_that_listen(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_published_event_reaches_every_listener(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_events, "PING_S", 0.05)
     events = SessionEvents(client)
     async with aclosing(events.listen()) as first, aclosing(events.listen()) as second:

@@ -49,7 +49,9 @@ async def sessions(client: Redis) -> Sessions:
     return sessions
 
 
-async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(client: Redis, sessions: Sessions) -> None:
+async def test_an_abandoned_generation_is_ended_once_and_its_owner_is_refused(
+    client: Redis, sessions: Sessions
+) -> None:
     owned, lease = await _begin(sessions), Lease("s1", 0)
     assert not await sessions.abandon(lease)  # its owner is alive
     await owned.release("usage")
@@ -68,7 +70,7 @@ async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(clien
     assert not await sessions.abandon(lease)
 
 
-async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
+async def test_listing_finds_all_sessions_and_no_other_keys(client: Redis, sessions: Sessions) -> None:
     await sessions.create("s2", "", "target", b"")
     await sessions.claim("", "key", b"", "s2/1")
     await list_key(client, b"k" * 32, time.time())
@@ -92,7 +94,7 @@ async def _ago(client: Redis, seconds: float) -> None:
             await client.hset("outrider:{s1}:session", field, str(int(value) - round(seconds * 1000)))
 
 
-async def test_a_new_session_is_empty_and_nobodys_and_made_once(sessions: Sessions) -> None:
+async def test_a_new_session_is_empty_and_unowned_and_created_once(sessions: Sessions) -> None:
     assert await sessions.get("s1") == NEW
     await _begin(sessions)
     assert not await sessions.create("s1", "other", "other", b"")
@@ -134,7 +136,7 @@ async def test_begin_fixes_the_turn_and_makes_its_caller_the_owner(client: Redis
     assert await sessions.read("s1") == SessionLog(0, tuple(PROMPT), b"", "")
 
 
-async def test_of_many_that_begin_or_acquire_one_succeeds(sessions: Sessions) -> None:
+async def test_one_of_many_concurrent_begins_and_acquires_succeeds(sessions: Sessions) -> None:
     calls = [_begin(sessions, f"b{i}") for i in range(4)] + [sessions.acquire("s1", 0, f"a{i}") for i in range(4)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     owners = [outcome.owner for outcome in outcomes if isinstance(outcome, OwnedSession)]
@@ -144,7 +146,7 @@ async def test_of_many_that_begin_or_acquire_one_succeeds(sessions: Sessions) ->
     assert (record.epoch, record.owner) == (1, owners[0])
 
 
-async def test_begin_and_acquire_repeated_after_a_lost_reply_succeed_and_change_nothing(
+async def test_a_begin_or_acquire_repeated_after_a_lost_reply_changes_nothing(
     client: Redis, sessions: Sessions
 ) -> None:
     assert (await _begin(sessions)).epoch == (await _begin(sessions)).epoch == 1
@@ -241,7 +243,7 @@ async def test_an_equal_epoch_of_another_owner_is_refused(client: Redis, session
             await write
 
 
-async def test_identical_tokens_succeed_different_ones_and_gaps_are_conflicts(sessions: Sessions) -> None:
+async def test_an_append_of_identical_tokens_succeeds_and_different_tokens_or_gaps_conflict(sessions: Sessions) -> None:
     owned = await _begin(sessions)
     assert await owned.append(4, [1, 2, 3], _digest(*PROMPT, 1, 2, 3)) == 7
     assert await owned.append(4, [1, 2, 3], _digest(*PROMPT, 1, 2, 3)) == 7
@@ -271,7 +273,7 @@ async def test_an_ended_generation_takes_no_tokens_but_repetitions(sessions: Ses
     assert (record.finished, record.usage, record.lease, record.resumable) == ("stop", "usage", 0, 0)
 
 
-async def test_log_probabilities_come_back_beside_their_tokens(sessions: Sessions) -> None:
+async def test_log_probabilities_are_read_back_with_their_tokens(sessions: Sessions) -> None:
     owned = await _begin(sessions)
     await owned.append(4, [1, 2], 1, logprobs=b"aaabbb")
     await owned.append(5, [2, 3, 4], 1, logprobs=b"bbbcccddd")  # one of them is new only in part
@@ -284,7 +286,7 @@ async def test_log_probabilities_come_back_beside_their_tokens(sessions: Session
         await owned.append(8, [1, 2], 1, logprobs=b"abc")
 
 
-async def test_a_long_log_is_read_in_pages_as_it_was_at_one_moment(sessions: Sessions, client: Redis) -> None:
+async def test_a_long_log_is_read_in_pages_as_a_consistent_snapshot(sessions: Sessions, client: Redis) -> None:
     owned = await _begin(sessions)
     for position in range(4, 2500):
         await owned.append(position, [position], 1)
@@ -303,16 +305,14 @@ async def test_a_long_log_is_read_in_pages_as_it_was_at_one_moment(sessions: Ses
     assert await sessions.read("s1", 2400) == SessionLog(2400, (*range(2400, 2500), 0), b"", "length")
 
 
-async def test_a_log_that_goes_away_while_it_is_read_is_not_taken_for_a_short_one(
-    sessions: Sessions, client: Redis
-) -> None:
+async def test_a_log_deleted_while_it_is_read_is_not_taken_for_a_short_one(sessions: Sessions, client: Redis) -> None:
     await _begin(sessions)
     await client.delete("outrider:{s1}:log")
     with pytest.raises(Unavailable, match="try again"):
         await sessions.read("s1")
 
 
-async def test_leases_are_renewed_until_they_are_given_up_and_a_late_call_brings_none_back(
+async def test_leases_are_renewed_until_released_and_no_late_call_revives_them(
     client: Redis, sessions: Sessions
 ) -> None:
     owned = await _begin(sessions)
@@ -387,7 +387,7 @@ async def test_the_sweep_of_time_drops_record_and_log_together(client: Redis) ->
             await asyncio.sleep(0.02)
 
 
-async def test_all_keys_of_a_session_live_equally_long_in_one_slot(client: Redis, sessions: Sessions) -> None:
+async def test_all_keys_of_a_session_expire_together_in_one_slot(client: Redis, sessions: Sessions) -> None:
     await _begin(sessions)
     keys = await client.keys("*{s1}*")
     assert sorted(keys) == [b"outrider:{s1}:log", b"outrider:{s1}:session"]
@@ -418,7 +418,7 @@ async def test_an_idempotency_key_is_held_by_the_first_and_by_its_request(client
         assert 50_000 < await client.pttl(key) <= 60_000
 
 
-async def test_scripts_survive_a_server_that_forgot_them(client: Redis, sessions: Sessions) -> None:
+async def test_scripts_are_loaded_again_on_a_server_that_lost_them(client: Redis, sessions: Sessions) -> None:
     owned = await _begin(sessions)
     await client.script_flush()
     assert await owned.append(4, [1], 1) == 5
@@ -441,7 +441,7 @@ async def test_a_wrong_password_is_reported(redis_url: str) -> None:
     await client.aclose()
 
 
-def test_a_url_that_is_none_is_a_config_error() -> None:
+def test_a_malformed_url_is_a_config_error() -> None:
     for url in ("localhost", "redis+cluster://h:1/2", "redis+cluster:///path", "unix+cluster:///path"):
         with pytest.raises(ConfigError, match="REDIS_URL"):
             connect(url)

@@ -37,7 +37,7 @@ def turn_of(stops: tuple[str, ...] = (), **terms: Any) -> SessionTurn:
     return SessionTurn(Contract(seed=0, max_tokens=100, **terms), stops, 10, None)
 
 
-def test_what_a_generation_takes_grows_with_what_it_may_write() -> None:
+def test_the_bytes_of_a_generation_grow_with_its_limits() -> None:
     plain, logged = turn_of(), turn_of(logprobs=20)
     assert generation_bytes(1000, plain) > generation_bytes(10, plain) > generation_bytes(10, plain, 3)
     assert generation_bytes(10, logged) - generation_bytes(10, plain) >= 100 * 160
@@ -55,7 +55,7 @@ def test_what_a_generation_takes_grows_with_what_it_may_write() -> None:
     ],
     ids=["plain", "stops", "bias", "allowed", "banned", "grammar"],
 )
-def test_whatever_a_caller_may_make_long_counts_as_it_is_stored(turn: SessionTurn) -> None:
+def test_every_unbounded_field_of_a_turn_counts_at_its_stored_size(turn: SessionTurn) -> None:
     assert generation_bytes(0, turn, 0) >= len(dump_turn(turn))
 
 
@@ -96,7 +96,7 @@ async def test_a_generation_is_counted_before_it_begins_and_corrected_when_it_ha
     assert await taken(storage, "b") == 9_000
 
 
-async def test_a_tenant_has_so_many_sessions(made: Made) -> None:
+async def test_a_tenants_sessions_are_bounded(made: Made) -> None:
     storage = made(sessions=2)
     for name in ("s", "t"):
         await storage.reserve("a", name, 0, 10, new=True)
@@ -107,7 +107,7 @@ async def test_a_tenant_has_so_many_sessions(made: Made) -> None:
     await storage.reserve("a", "u", 1, 10, new=True)
 
 
-async def test_what_has_expired_is_not_counted(made: Made) -> None:
+async def test_expired_bytes_are_not_counted(made: Made) -> None:
     storage = made(ttl_s=0.2, sessions=1, size=100)
     await storage.reserve("a", "s", 1, 100, new=True)
     with pytest.raises(Overloaded):
@@ -124,7 +124,7 @@ async def test_what_has_expired_is_not_counted(made: Made) -> None:
     assert await taken(lasting, "b") <= 100
 
 
-async def test_many_at_once_never_exceed_the_bound(made: Made) -> None:
+async def test_concurrent_reservations_never_exceed_the_bound(made: Made) -> None:
     storage = made(size=1_000)
     outcomes = await asyncio.gather(
         *(storage.reserve("a", str(number), 1, 100, new=True) for number in range(30)), return_exceptions=True

@@ -23,7 +23,7 @@ def test_a_key_outlasts_every_ticket_that_it_signed() -> None:  # bites: the tim
     assert KEY_LIFE_S > TICKET_S + 10 * RENEW_S
 
 
-async def test_every_router_s_key_is_listed_until_a_while_after_its_last_renewal(client: Redis) -> None:
+async def test_every_routers_key_stays_listed_for_its_life_after_the_last_renewal(client: Redis) -> None:
     await list_key(client, ONE, 1000.0)
     await list_key(client, TWO, 1060.0)
     assert await listed_keys(client, lambda: 1060.0) == {ONE: 1000 + KEY_LIFE_S, TWO: 1060 + KEY_LIFE_S}
@@ -39,7 +39,7 @@ async def test_a_router_whose_clock_is_ahead_cannot_list_a_key_for_ever(client: 
     assert await listed_keys(client, lambda: 1000.0) == {ONE: 1000 + KEY_LIFE_S}
 
 
-async def test_a_bounded_number_of_keys_is_read_those_that_count_longest(client: Redis) -> None:
+async def test_only_the_longest_valid_keys_are_read_up_to_a_bound(client: Redis) -> None:
     await client.zadd(KEYS, {number.to_bytes(32, "big"): number for number in range(MAX_KEYS + 2)})
     found = await listed_keys(client, time.time)
     assert len(found) == MAX_KEYS

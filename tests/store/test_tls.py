@@ -59,7 +59,7 @@ async def test_redis_is_spoken_to_by_tls(redis_url: str, tmp_path: Path) -> None
             assert await Keys(client).listed() == [key]
 
 
-async def test_a_redis_of_another_ca_is_not_believed(redis_url: str, tmp_path: Path) -> None:
+async def test_a_redis_of_another_ca_is_refused(redis_url: str, tmp_path: Path) -> None:
     make(tmp_path / "its")
     make(tmp_path / "ours")
     async with (

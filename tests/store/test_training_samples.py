@@ -23,7 +23,7 @@ async def numbers(examples: TrainingSampleStore, place: str = "0") -> list[int]:
     return [int(each.tokens[-1]) for each in found]
 
 
-async def test_examples_come_in_order_and_each_reader_goes_on_where_it_was(client: Redis) -> None:
+async def test_samples_are_read_in_order_and_each_reader_continues_at_its_position(client: Redis) -> None:
     examples = TrainingSampleStore(client, "target", b"\0")
     assert await examples.end() == "0"
     await examples.add([example(1), example(2)])
@@ -34,7 +34,7 @@ async def test_examples_come_in_order_and_each_reader_goes_on_where_it_was(clien
     assert await examples.after(await examples.end()) == ([], await examples.end())
 
 
-async def test_the_oldest_make_room_and_all_of_it_is_forgotten_in_a_day(client: Redis) -> None:
+async def test_the_oldest_samples_are_dropped_and_all_expire_in_a_day(client: Redis) -> None:
     examples = TrainingSampleStore(client, "target", b"\0", max_samples=100)
     for start in range(0, 1000, 100):
         await examples.add([example(number) for number in range(start, start + 100)])
@@ -44,7 +44,7 @@ async def test_the_oldest_make_room_and_all_of_it_is_forgotten_in_a_day(client: 
     assert 0 < await client.ttl(KEY) <= KEPT_S
 
 
-async def test_what_is_older_than_a_day_goes_while_others_come(client: Redis) -> None:
+async def test_samples_older_than_a_day_are_dropped_while_others_arrive(client: Redis) -> None:
     await client.xadd(KEY, {b"e": example(1).pack()}, id="1-1")
     examples = TrainingSampleStore(client, "target", b"\0")
     await examples.add([example(2)])
@@ -57,9 +57,7 @@ async def test_targets_and_tokenizers_are_apart(client: Redis) -> None:
     assert await numbers(TrainingSampleStore(client, "other", b"\0")) == []
 
 
-async def test_an_entry_that_is_no_example_is_skipped_and_logged(
-    client: Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_malformed_sample_is_skipped_and_logged(client: Redis, caplog: pytest.LogCaptureFixture) -> None:
     examples = TrainingSampleStore(client, "target", b"\0")
     await client.xadd(KEY, {b"e": b"nonsense"})
     await client.xadd(KEY, {b"x": b""})

@@ -29,7 +29,7 @@ async def test_the_latest_that_was_not_withdrawn_is_the_good_one(client: Redis) 
         assert 0 < await client.ttl(f"outrider:{{{kind}}}:drafter") <= KEPT_S
 
 
-async def test_a_number_is_given_once_and_publishing_may_be_repeated(client: Redis) -> None:
+async def test_a_version_number_is_given_once_and_publishing_may_be_repeated(client: Redis) -> None:
     versions = Versions(client, "drafter")
     assert await versions.publish(ONE)
     assert await versions.publish(ONE)
@@ -37,7 +37,7 @@ async def test_a_number_is_given_once_and_publishing_may_be_repeated(client: Red
     assert (await versions.read()).usable == [ONE]
 
 
-async def test_a_doubt_is_open_until_somebody_decides(client: Redis) -> None:
+async def test_a_doubt_is_open_until_it_is_cleared_or_confirmed(client: Redis) -> None:
     versions = Versions(client, "drafter")
     for version in (ONE, TWO):
         await versions.publish(version)
@@ -48,7 +48,7 @@ async def test_a_doubt_is_open_until_somebody_decides(client: Redis) -> None:
     assert (await versions.read()).in_question == []
 
 
-async def test_what_is_forgotten_leaves_its_number_taken(client: Redis) -> None:
+async def test_a_forgotten_version_keeps_its_number(client: Redis) -> None:
     versions = Versions(client, "drafter")
     for version in (ONE, TWO):
         await versions.publish(version)
@@ -60,7 +60,7 @@ async def test_what_is_forgotten_leaves_its_number_taken(client: Redis) -> None:
     assert published.known  # so that drafters go back to what they began with
 
 
-async def test_drafters_are_apart_and_what_is_none_of_ours_is_reported(client: Redis) -> None:
+async def test_drafters_versions_are_separate_and_foreign_entries_are_reported(client: Redis) -> None:
     await Versions(client, "drafter").publish(ONE)
     assert not (await Versions(client, "other").read()).known
     await client.hset("outrider:{versions}:drafter", "version:3", "{}")
@@ -97,7 +97,7 @@ async def test_a_malformed_verdict_is_skipped_and_stops_no_version(
     assert len(caplog.records) == 1
 
 
-async def test_whoever_may_write_verdicts_cannot_use_up_the_numbers(client: Redis) -> None:
+async def test_forged_verdicts_do_not_use_up_version_numbers(client: Redis) -> None:
     versions = Versions(client, "drafter")
     await versions.publish(ONE)
     await client.hset("outrider:{verdicts}:drafter", "withdrawn:" + "9" * 18, "forged")

@@ -47,13 +47,13 @@ async def test_a_callback_that_takes_long_is_a_stall(caplog: pytest.LogCaptureFi
     assert "the event loop stood still for" in caplog.text
 
 
-async def test_a_test_whose_loop_stands_still_fails_and_names_the_place() -> None:
+async def test_a_test_whose_event_loop_stalls_fails_and_names_the_function() -> None:
     with pytest.raises(Failed, match=r"stood still(?s:.*)in keep_busy"):
         async with no_stall():
             keep_busy(0.8)  # beside other processes less may escape a timer of processor time
 
 
-async def test_many_short_callbacks_are_none() -> None:
+async def test_many_short_callbacks_are_no_stall() -> None:
     async with no_stall() as lag:
         for _ in range(60):
             keep_busy(0.01)
@@ -61,7 +61,7 @@ async def test_many_short_callbacks_are_none() -> None:
     assert lag.stalls == 0
 
 
-async def test_a_thread_that_keeps_the_interpreter_to_itself_is_one() -> None:
+async def test_a_thread_that_holds_the_interpreter_lock_causes_a_stall() -> None:
     text = json.dumps(list(range(3_000_000)))
     with pytest.raises(Failed, match="stood still"):
         async with no_stall():
@@ -69,7 +69,7 @@ async def test_a_thread_that_keeps_the_interpreter_to_itself_is_one() -> None:
 
 
 @on_linux
-async def test_work_in_a_thread_that_gives_others_a_turn_is_none() -> None:
+async def test_work_in_a_thread_that_releases_the_interpreter_lock_is_no_stall() -> None:
     """Though it may have to wait for a core while it has the interpreter's lock, and the loop then waits with it."""
     lag = LoopLag(beat_s=0.005)
     measuring = asyncio.create_task(lag.run())

@@ -22,7 +22,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return stream
 
 
-def test_a_line_has_the_trace_the_span_and_the_session_that_it_is_about(logged: io.StringIO) -> None:
+def test_a_log_line_has_its_trace_span_and_session(logged: io.StringIO) -> None:
     tracer = TracerProvider().get_tracer("test")
     with tracer.start_as_current_span("request") as span, logs.session_context("session-7"):
         logging.getLogger("router").warning("moves: %d\nlines", 3)

@@ -28,7 +28,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
         running.close()
 
 
-def test_a_loop_that_works_is_alive_and_one_that_is_stuck_is_not(
+def test_a_working_event_loop_is_alive_and_a_stuck_one_is_not(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_probe, "ANSWER_S", 0.2)

@@ -17,7 +17,7 @@ from outrider.telemetry.process import _sampler, exporting_telemetry
 from tests.fleet.conftest import free_port
 
 
-def test_a_collector_that_is_not_there_holds_up_no_call() -> None:
+def test_a_missing_collector_delays_no_call() -> None:
     """Left to itself, the exporter tries again for half a minute."""
     settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", "OTEL_TRACES_SAMPLER": "always_on"}
     done = subprocess.run(

@@ -197,9 +197,7 @@ def _drafting(spans: list[Span]) -> int:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_a_caller_of_the_gateway_finds_its_request_in_its_own_trace_or_linked_to_it(
-    watched: Watched, trusted: bool
-) -> None:
+async def test_a_gateway_request_is_part_of_its_callers_trace_or_linked_to_it(watched: Watched, trusted: bool) -> None:
     trace, parent = secrets.token_bytes(16), secrets.token_bytes(8)
     flags = ("--router", watched.cluster.router_address, "--listen", "127.0.0.1:0", "--trust-traces")
     gateway = await asyncio.create_subprocess_exec(
@@ -272,7 +270,7 @@ async def test_neither_prompts_nor_answers_are_exported_or_logged(watched: Watch
     assert text[:24].encode() not in emitted
 
 
-async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
+async def test_all_metrics_arrive_by_otlp_and_on_the_prometheus_page(watched: Watched) -> None:
     await watched.ask(str(TOKENS))
     async with outrider.AsyncClient(watched.cluster.router_address) as client:
         await client.load_adapter("formal", "formal")

@@ -14,7 +14,7 @@ from outrider.telemetry.vllm_names import LABELS, NAMES
 KNOWN = {metric.exposed.removesuffix("_total"): metric for metric in METRICS}
 
 
-def test_it_has_the_values_of_the_other_page() -> None:
+def test_the_vllm_page_has_the_values_of_the_metrics_page() -> None:
     registry = CollectorRegistry()
     Counter("spec_decode_num_accepted_tokens_per_pos", "x", ["position"], registry=registry).labels("2").inc(7)
     first = Histogram(
@@ -38,7 +38,7 @@ def test_it_has_the_values_of_the_other_page() -> None:
     }
 
 
-def test_every_one_of_them_is_in_the_catalogue() -> None:
+def test_every_vllm_name_maps_to_a_catalogued_metric() -> None:
     labels = {label.replace(".", "_") for name in NAMES for label in KNOWN[name].labels}
     assert labels >= LABELS.keys()
     assert len(set(NAMES.values())) == len(NAMES)

@@ -51,7 +51,7 @@ def after(engine: CpuEngine) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def test_a_walk_counts_what_agrees_and_one_more() -> None:
+def test_a_walk_counts_the_agreeing_tokens_and_one_more() -> None:
     agreed = np.array([[1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1]], np.bool_)
     # From 0: two, and one more. From 3: four. From 8: none. From 9 a chain of four no longer fits the text.
     assert chains_along(agreed, 4).shape == (1, 8, 4)
@@ -62,7 +62,7 @@ def test_a_walk_counts_what_agrees_and_one_more() -> None:
         acceptance_length(np.zeros((1, 0, 4), np.bool_))
 
 
-def test_the_target_generates_in_a_batch_what_it_generates_alone(
+def test_the_target_generates_equal_texts_in_a_batch_and_alone(
     generated: TargetTexts, prompts: list[list[int]]
 ) -> None:
     for prompt, tokens, seed in zip(prompts, generated.tokens, generated.seeds, strict=True):
@@ -84,7 +84,7 @@ def test_a_drafter_that_is_the_target_is_always_right(generated: TargetTexts) ->
     assert chain_acceptance_length(after(load("target", 1)), generated, GAMMA) == GAMMA + 1
 
 
-def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(generated: TargetTexts) -> None:
+def test_a_better_drafter_has_a_greater_acceptance_length_which_equals_the_drafted_one(generated: TargetTexts) -> None:
     lengths = {name: chain_acceptance_length(after(load(name, 1)), generated, GAMMA) for name in ("mid", "drafter")}
     assert 1.0 < lengths["drafter"] < lengths["mid"] < GAMMA + 1
     assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), generated))

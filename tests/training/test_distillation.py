@@ -22,7 +22,7 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.training.data.vocabulary import make_tokenizer
 from outrider.training.objectives import NAMES
 from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 from tests.training.family import PAGES, SHAPE, begin, recipe, train
 
 
@@ -50,7 +50,7 @@ def taught(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_a_drafter_comes_nearer_to_its_target(taught: Path) -> None:
+def test_a_drafter_approaches_its_target(taught: Path) -> None:
     lines = figures(taught)
     assert [line["step"] for line in lines] == [0, 40, 80, 120]
     assert lines[-1]["loss"] < lines[1]["loss"]
@@ -59,7 +59,7 @@ def test_a_drafter_comes_nearer_to_its_target(taught: Path) -> None:
     assert lines[-1]["tokens"] == 120 * 256
 
 
-def test_what_is_made_loads_and_describes_itself(taught: Path, target: Path) -> None:
+def test_a_trained_drafter_loads_and_describes_itself(taught: Path, target: Path) -> None:
     engine = load_engine(taught, dtype="bfloat16", slots=1, threads=1)
     assert (engine.vocabulary, engine.context) == (300, 128)
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(taught / "model.safetensors").values())
@@ -81,7 +81,7 @@ def test_what_is_made_loads_and_describes_itself(taught: Path, target: Path) -> 
         {"objective": "text", "layers": (), **SHAPE},
     ],
 )
-def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
+def test_an_interrupted_training_ends_with_the_weights_of_an_uninterrupted_one(
     target: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     train(recipe(target, tmp_path / "whole", **changes))
@@ -101,7 +101,7 @@ def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
     assert ours[-1]["held_out_loss"] == theirs[-1]["held_out_loss"]
 
 
-def test_lines_of_steps_that_are_done_again_are_not_there_twice(target: Path, tmp_path: Path) -> None:
+def test_repeated_steps_leave_no_duplicate_lines(target: Path, tmp_path: Path) -> None:
     settings = recipe(target, tmp_path / "out", measure_steps=2)
     training = begin(settings)
     for now in training.run():
@@ -122,7 +122,7 @@ def test_a_finished_training_is_finished(target: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_training_does_not_go_on_with_other_settings_or_other_texts(target: Path, tmp_path: Path) -> None:
+def test_a_training_does_not_resume_with_other_settings_or_texts(target: Path, tmp_path: Path) -> None:
     train(recipe(target, tmp_path / "out"), steps=2)
     with pytest.raises(ConfigError, match=r"begun with batch = 4, not 8; give the same again .*another --output"):
         begin(recipe(target, tmp_path / "out", batch=8, save_minutes=1))
@@ -134,7 +134,7 @@ def test_a_training_does_not_go_on_with_other_settings_or_other_texts(target: Pa
         begin(recipe(target, tmp_path / "out"))
 
 
-def test_a_folder_that_holds_something_else_is_not_replaced(target: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_not_replaced(target: Path, tmp_path: Path) -> None:
     digest = weights_digest(target)
     with pytest.raises(ConfigError, match=r"target: is there already, .* give another --output"):
         begin(recipe(target, target))
@@ -196,7 +196,7 @@ def test_recipes_accept_every_objective() -> None:
     assert set(known) == {"text", *NAMES}
 
 
-def test_an_interrupted_command_saves_and_reports_how_to_go_on(target: Path, tmp_path: Path) -> None:
+def test_an_interrupted_command_saves_and_reports_how_to_resume(target: Path, tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     command = [
         *(sys.executable, "-m", "outrider.cli", "train", "drafter", "--target", str(target), "--text", str(PAGES)),
@@ -220,7 +220,7 @@ def test_an_interrupted_command_saves_and_reports_how_to_go_on(target: Path, tmp
 
 
 @pytest.mark.long
-def test_two_processes_learn_what_one_with_twice_the_batch_does(target: Path, tmp_path: Path) -> None:
+def test_two_processes_learn_the_weights_of_one_with_twice_the_batch(target: Path, tmp_path: Path) -> None:
     shared = (
         "--target",
         target,

@@ -12,7 +12,7 @@ from tests.training.family import recipe, train
 TRIES = 20  # texts at the most: on a busy machine drafts come late
 
 
-async def test_a_cluster_drafts_with_what_was_trained(target: Path, tmp_path: Path) -> None:
+async def test_a_cluster_drafts_with_a_freshly_trained_drafter(target: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     train(recipe(target, drafter, layers=(0, 1, 2), tokens=4 * 128, learning_rate=1e-5))  # as good as the target itself
     cluster = ClusterConfig(

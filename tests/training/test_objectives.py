@@ -24,7 +24,7 @@ def defined(p: Tensor, q: Tensor) -> float:
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
-def test_agreement_is_its_definition(spread: float) -> None:
+def test_agreement_equals_its_definition(spread: float) -> None:
     target, drafter = logits(1, spread=spread).double(), logits(2, spread=spread).double()
     expected = -math.log(defined(target.softmax(-1), drafter.softmax(-1)))
     assert float(agreement(target, drafter)) == pytest.approx(expected, rel=1e-4)
@@ -40,7 +40,7 @@ def test_agreement_is_how_often_draws_with_shared_noise_agree() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_drafter_that_is_the_target_has_nothing_to_learn(name: str) -> None:
+def test_a_drafter_equal_to_the_target_has_no_loss(name: str) -> None:
     target = logits(6, 3)
     drafter = target.clone().requires_grad_()
     loss = objective(name)(target, drafter)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ def leading(k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return top.indices, top.values
 
 
-def test_both_are_whole_distributions_over_the_leading_tokens_and_the_tail() -> None:
+def test_p_and_q_are_whole_distributions_over_the_leading_tokens_and_the_tail() -> None:
     p, q = bucketed(*leading(5), DRAFTER)
     assert p.shape == q.shape == (3, 6)
     assert torch.allclose(p.exp().sum(-1), torch.ones(3))
@@ -23,7 +23,7 @@ def test_both_are_whole_distributions_over_the_leading_tokens_and_the_tail() -> 
     assert torch.allclose(q[:, :5], torch.log_softmax(DRAFTER, -1).gather(-1, leading(5)[0]))
 
 
-def test_with_all_tokens_leading_nothing_is_lost_and_with_fewer_no_divergence_grows() -> None:
+def test_all_leading_tokens_keep_the_divergence_and_fewer_never_increase_it() -> None:
     whole = forward_kl(TARGET, DRAFTER)
     assert torch.allclose(forward_kl(*bucketed(*leading(40), DRAFTER)), whole, atol=1e-4)
     for k in (1, 4, 16):
@@ -31,7 +31,7 @@ def test_with_all_tokens_leading_nothing_is_lost_and_with_fewer_no_divergence_gr
         assert (agreement(*bucketed(*leading(k), DRAFTER)) <= agreement(TARGET, DRAFTER) + 1e-5).all()
 
 
-def test_the_loss_falls_where_it_is_followed() -> None:
+def test_the_sparse_loss_falls_along_its_gradient() -> None:
     logits = DRAFTER.clone().requires_grad_()
     ids, logprobs = leading(16)
     before = forward_kl(*bucketed(ids, logprobs, logits)).mean()
@@ -39,7 +39,7 @@ def test_the_loss_falls_where_it_is_followed() -> None:
     assert forward_kl(*bucketed(ids, logprobs, logits - 2.0 * gradient)).mean() < before
 
 
-def test_what_is_not_known_of_the_target_is_shared_out_as_another_model_would() -> None:
+def test_the_unknown_rest_of_the_target_is_filled_in_from_another_model() -> None:
     ids, logprobs = filled(*leading(5), TARGET)  # the other model is the target itself
     assert ids.shape == (3, 40)
     assert torch.allclose(logprobs, torch.log_softmax(TARGET, -1).gather(-1, ids), atol=1e-4)

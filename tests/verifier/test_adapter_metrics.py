@@ -20,7 +20,7 @@ def read(step_metrics: StepMetrics) -> list[dict[str, float]]:
     return [step_metrics.by_adapter(name) for name in ("steps", "verified", "accepted")]
 
 
-def test_they_are_counted_by_folder_and_further_ones_together(counted: StepMetrics) -> None:
+def test_adapter_metrics_count_by_folder_and_group_further_folders(counted: StepMetrics) -> None:
     for folder, digest, accepted in (("a", "0", 2), ("a", "1", 1), ("b", "0", 0), ("c", "0", 3), ("d", "0", 3)):
         report = StepReport(verified=5, accepted=accepted, verified_depth=4)
         counted.record_commit(report, accepted + 1, Adapter(folder, digest * 32))

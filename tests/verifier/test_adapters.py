@@ -53,7 +53,7 @@ def adapter(name: str) -> Adapter:
     return Adapter(name, name * 32)
 
 
-async def test_sessions_that_wait_for_one_adapter_load_it_once(disk: Disk, tmp_path: Path) -> None:
+async def test_concurrent_sessions_with_one_adapter_load_it_once(disk: Disk, tmp_path: Path) -> None:
     adapters = store(disk, tmp_path)
     disk.release.clear()
     waiting = [asyncio.create_task(adapters.get(adapter("a"))) for _ in range(8)]
@@ -84,7 +84,7 @@ async def test_files_that_have_changed_are_no_longer_the_session_s_adapter(disk:
         await adapters.get(adapter("a"))
 
 
-async def test_what_cannot_be_read_is_refused_and_tried_again(disk: Disk, tmp_path: Path) -> None:
+async def test_an_unreadable_adapter_is_refused_and_tried_again(disk: Disk, tmp_path: Path) -> None:
     adapters = store(disk, tmp_path)
     disk.content["b"] = "broken"
     for _ in range(2):
@@ -95,7 +95,7 @@ async def test_what_cannot_be_read_is_refused_and_tried_again(disk: Disk, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["d", "..", ".", "", "a/../..", "/", "x" * 300, "a\0"])
-async def test_there_is_nothing_outside_the_folder(disk: Disk, tmp_path: Path, name: str) -> None:
+async def test_no_name_leads_outside_the_adapter_folder(disk: Disk, tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFound, match="no such folder"):
         await store(disk, tmp_path).load(name)
     (tmp_path / "link").symlink_to(tmp_path.parent)

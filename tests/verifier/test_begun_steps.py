@@ -16,7 +16,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
@@ -96,7 +96,7 @@ async def all_texts(folder: Path, *, runs_on: bool) -> tuple[list[list[int]], Ri
     return [session.tokens for session in sessions], rig
 
 
-async def test_texts_are_those_of_passes_that_the_host_begins(folder: Path) -> None:
+async def test_texts_equal_those_of_passes_that_the_host_begins(folder: Path) -> None:
     expected, theirs = await all_texts(folder, runs_on=False)
     texts, ours = await all_texts(folder, runs_on=True)
     assert texts == expected
@@ -119,7 +119,7 @@ async def test_a_session_that_opens_waits_for_one_step_at_most(folder: Path) -> 
     assert any(len(begun) == 2 for _, begun in rig.calls)
 
 
-async def test_a_session_that_can_go_on_again_waits_for_one_step_at_most(folder: Path) -> None:
+async def test_a_session_that_can_continue_waits_for_one_step_at_most(folder: Path) -> None:
     """Its router had not logged its tokens for a while."""
     rig = Rig(folder, runs_on=True)
     first, second = rig.open(0, temperature=0.0, max_tokens=200), rig.open(1, temperature=1.0, window=9)
@@ -132,7 +132,7 @@ async def test_a_session_that_can_go_on_again_waits_for_one_step_at_most(folder:
     await rig.close()
 
 
-async def test_the_slot_of_a_session_that_closes_is_another_s_at_once(folder: Path) -> None:
+async def test_the_slot_of_a_closed_session_is_reused_at_once(folder: Path) -> None:
     rig = Rig(folder, runs_on=True, slots=2)
     first, second = rig.open(0, temperature=0.0), rig.open(1, temperature=0.7)
     await rig.until(lambda: len(second.tokens) > len(TEXT) + 9)
@@ -147,7 +147,7 @@ async def test_the_slot_of_a_session_that_closes_is_another_s_at_once(folder: Pa
     assert [first.tokens, third.tokens] == [session.tokens for session in expected]
 
 
-async def test_nothing_is_begun_where_the_next_step_may_have_nodes(folder: Path) -> None:
+async def test_no_pass_is_begun_when_the_next_step_may_have_nodes(folder: Path) -> None:
     rig = Rig(folder, runs_on=True, ngram=True)
     session = rig.open(0, temperature=0.0, plan=Plan(version=1, depth=8, nodes=16, wait_us=0))
     await rig.until(lambda: session.finished)
@@ -155,7 +155,7 @@ async def test_nothing_is_begun_where_the_next_step_may_have_nodes(folder: Path)
     assert not any(begun for _, begun in rig.calls)
 
 
-async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) -> None:
+async def test_a_draining_verifier_begins_no_further_step(folder: Path) -> None:
     rig = Rig(folder, runs_on=True)
     session = rig.open(0, temperature=0.0, max_tokens=200)
     await rig.until(lambda: len(session.tokens) > len(TEXT) + 5)
@@ -171,7 +171,7 @@ async def test_a_verifier_that_goes_down_begins_no_further_step(folder: Path) ->
 
 
 @pytest.mark.parametrize("apart", [False, True])
-async def test_each_step_is_learned_from_once_and_the_last_one_before_a_rest(
+async def test_each_step_is_learned_from_once_including_the_last_before_a_rest(
     apart: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[float] = []  # seconds of the pass

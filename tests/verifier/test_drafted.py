@@ -53,7 +53,7 @@ def test_a_credit_that_was_given_holds_though_a_later_one_is_smaller() -> None:
         session.graft(subscription, chains(given + 1, 1, token=50), 0.0, passing=False)
 
 
-def test_a_snapshot_has_what_drafting_needs_and_no_more() -> None:
+def test_a_snapshot_has_exactly_the_fields_that_drafting_needs() -> None:
     (part,) = snapshot_parts(subscribed(logprobs=3))
     assert (part.last, part.position, tuple(part.tokens)) == (True, 0, TOKENS)
     assert part.digest == extend(EMPTY, TOKENS)

@@ -134,7 +134,7 @@ async def subscribed(call: Any, drafter_id: str, attachment: int = 1, *, ticket_
         ("drafter", "x" * 10_000),
     ],
 )
-async def test_an_id_that_the_certificate_is_not_for_ends_the_stream(folder: Path, who: str, drafter_id: str) -> None:
+async def test_a_drafter_id_of_another_certificate_ends_the_stream(folder: Path, who: str, drafter_id: str) -> None:
     async with upstream(certificate(folder, "verifier")) as (_, address):
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async with greeted(address, certificate(folder, who), drafter_id):
@@ -144,7 +144,7 @@ async def test_an_id_that_the_certificate_is_not_for_ends_the_stream(folder: Pat
 
 
 @pytest.mark.parametrize("who", ["drafter-alice", "drafter-bob", "drafter"])
-async def test_the_id_that_a_drafter_takes_is_one_that_its_certificate_is_for(folder: Path, who: str) -> None:
+async def test_a_new_drafter_id_matches_the_drafters_certificate(folder: Path, who: str) -> None:
     tls = certificate(folder, who)
     one, two = new_drafter_id(tls.cert), new_drafter_id(tls.cert)
     assert one != two
@@ -156,7 +156,7 @@ async def test_the_id_that_a_drafter_takes_is_one_that_its_certificate_is_for(fo
         assert await subscribed(call, one) == "snapshot"
 
 
-async def test_a_ticket_is_for_the_drafter_that_said_hello_and_no_other(folder: Path) -> None:
+async def test_a_ticket_is_valid_only_for_the_drafter_that_said_hello(folder: Path) -> None:
     async with (
         upstream(certificate(folder, "verifier")) as (there, address),
         greeted(address, certificate(folder, "drafter-bob"), "bob-00c0ffee") as call,
@@ -165,9 +165,7 @@ async def test_a_ticket_is_for_the_drafter_that_said_hello_and_no_other(folder: 
         assert not there.session.subscriptions
 
 
-async def test_a_second_certificate_does_not_take_the_place_of_a_drafter_that_is_there(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_a_second_certificate_does_not_replace_a_connected_drafter(folder: Path, tmp_path: Path) -> None:
     """Both certificates have the role alone, so both may be of any drafter without a name."""
     again = tmp_path / "again"
     make(again)
@@ -266,7 +264,7 @@ async def test_an_untrusted_drafter_puts_no_token_into_the_text_by_its_choice_of
         assert there.session.tree.size == (drafter_id == UNNAMED)
 
 
-async def test_without_tls_any_id_will_do() -> None:
+async def test_any_drafter_id_is_accepted_without_tls() -> None:
     async with upstream(None) as (_, address), greeted(address, None, "whatever") as call:
         assert await subscribed(call, "whatever") == "snapshot"
 

@@ -25,7 +25,7 @@ from outrider.engine.interface.engine import Traits
 from outrider.engine.interface.logits import HostLogits, Logits
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import ConfigError
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.gpu.taped import taped
 from verifier_svc.batch import SessionWork, StepBatch, make_noise
 from verifier_svc.commit_queue import StepCommit
@@ -93,7 +93,7 @@ async def generated(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Ch
     return [session.tokens for session in sessions], choices, accepted
 
 
-async def test_texts_gaps_and_logprobs_are_the_same_whether_the_engine_or_the_sampler_draws(
+async def test_texts_gaps_and_logprobs_are_equal_whether_the_engine_or_the_sampler_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 12}

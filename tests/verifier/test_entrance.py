@@ -32,7 +32,7 @@ async def silent(address: str) -> AsyncIterator[Any]:
             call.cancel()
 
 
-async def test_streams_without_a_ticket_make_room_and_those_with_one_stay() -> None:
+async def test_streams_without_a_ticket_are_evicted_before_those_with_one() -> None:
     async with upstream(None) as (there, address), AsyncExitStack() as stack:
         admitted = await stack.enter_async_context(greeted(address, None, "admitted"))
         assert await subscribed(admitted, "admitted") == "snapshot"
@@ -59,7 +59,7 @@ async def test_a_stream_without_a_ticket_ends_in_time(monkeypatch: pytest.Monkey
         assert "no ticket" in await second.details()
 
 
-async def test_those_that_wait_are_bounded_and_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_streams_are_bounded_and_enter_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entrance, "WAITING", 2)
     gate, came = entrance.Entrance(), list[int]()
 

@@ -15,7 +15,7 @@ from outrider.engine.heads.config import Kind
 from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.loading import load_engine
-from tests.e2e.tiny import CONTEXT, make_tiny
+from tests.e2e.tiny_models import CONTEXT, make_tiny
 from tests.engine.taught import features_of, random_heads
 from tests.verifier.proposers.test_head_drafts import FREE, PLAN, TEXT, Always, commits_of
 from verifier_svc.feature_store import HeadFeatureFuser, SessionFeatures

@@ -87,7 +87,7 @@ def open_all(rig: Rig, prompts: Sequence[Sequence[int]]) -> list[VerifierSession
     ]
 
 
-async def test_texts_are_the_same_whether_there_is_memory_for_all_or_hardly_for_one() -> None:
+async def test_texts_are_equal_with_kv_memory_for_all_sessions_or_hardly_one() -> None:
     prompts = texts(6)
     free = bounded(None)
     expected = await finished(free, open_all(free, prompts))
@@ -133,7 +133,7 @@ async def test_the_first_in_line_is_never_preempted() -> None:
     rig.loop.stop()
 
 
-async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_behind_it() -> None:
+async def test_a_prompt_that_does_not_fit_is_not_begun_and_neither_is_the_one_behind_it() -> None:
     rig = bounded(0)
     first = begun(rig, "first", texts(1, 640)[0])
     while first.unread > 1:
@@ -148,7 +148,7 @@ async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_be
     rig.loop.stop()
 
 
-async def test_no_session_takes_rows_from_one_that_was_preempted() -> None:
+async def test_no_session_shares_rows_of_a_preempted_one() -> None:
     prompts = texts(6)
     free, rig = bounded(None, 7), bounded(0, 7)
     (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
@@ -165,7 +165,7 @@ async def test_no_session_takes_rows_from_one_that_was_preempted() -> None:
     rig.loop.stop()
 
 
-async def test_what_sessions_share_counts_once() -> None:
+async def test_rows_shared_by_sessions_count_once() -> None:
     rig = bounded(0, slots=8)
     prompt = texts(1, 250)[0]
     first = begun(rig, "first", prompt)

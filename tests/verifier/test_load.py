@@ -8,7 +8,7 @@ from tests.engine.small_checkpoints import MODELS
 from verifier_svc.server import load
 
 
-def test_a_shorter_context_than_the_checkpoint_s_is_what_sessions_get() -> None:
+def test_a_configured_context_shortens_the_checkpoints() -> None:
     engine, _ = load(VerifierConfig(model=MODELS / "drafter", context=99, slots=2, max_nodes=2))
     assert (engine.context, engine.rows) == (99, 99 + SCRATCH)
     engine, _ = load(VerifierConfig(model=MODELS / "drafter", slots=2, max_nodes=2))

@@ -59,7 +59,7 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     assert (list(frame.commit.tokens), frame.commit.price) == ([7, 7, 7], 0.0)
 
 
-async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_that_read_are_not() -> None:
+async def test_drafters_are_paused_while_a_step_runs_unless_they_still_prefill() -> None:
     sink, session = sink_and_session()
     begun, reading, done = streams = [UpstreamStream(name, Heartbeat) for name in ("begun", "reading", "done")]
     for stream in streams:
@@ -107,7 +107,7 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
         (Overlap.NEVER, [OverlapMode.TURNS, OverlapMode.TURNS, OverlapMode.REST]),
     ],
 )
-async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
+async def test_the_plan_decides_whether_drafters_may_draft_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
     sink, session = sink_and_session(overlap)
     stream = UpstreamStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
@@ -124,7 +124,7 @@ async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, f
     assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.terms.ahead, not session.terms.ahead)
 
 
-async def test_a_plan_forbids_a_step_until_the_tree_is_as_deep_as_it_allows_or_its_wait_is_over() -> None:
+async def test_a_plan_in_rounds_delays_a_step_until_its_depth_or_its_wait_is_reached() -> None:
     policy, sessions = HoldPolicy(), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
     assert policy.required_hold(sessions, 1.0) == (None, 0.0)  # before the first commit
     for session in sessions:

@@ -23,7 +23,7 @@ from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
 from outrider.engine.interface.engine import SCRATCH, Engine
-from tests.e2e.tiny import CONTEXT, make_tiny
+from tests.e2e.tiny_models import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads
 from tests.verifier.proposers.test_head_drafts import PLAN, TEXT, Always, Cluster, commits_of
@@ -146,7 +146,7 @@ async def check(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_heads_draft_after_a_preemption_as_before_it(
+async def test_heads_draft_after_a_preemption(
     kind: Kind, target: Path, text: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taught_heads(kind, target, tmp_path, text)
@@ -227,7 +227,7 @@ class Fused:
 
 @pytest.mark.parametrize("prefix", [0, SHARED])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-async def test_features_of_a_preempted_session_stay_and_drafters_go_on_with_them(
+async def test_features_of_a_preempted_session_are_kept_for_its_drafters(
     kind: Kind, prefix: int, target: Path, text: list[int], tmp_path: Path
 ) -> None:
     """A drafter that subscribes while the session waits or reads again is sent all of them at once."""

@@ -39,14 +39,14 @@ class Reading:
         return "+".join(names)
 
 
-def test_tenants_take_turns_and_within_one_the_first_goes_first() -> None:
+def test_tenants_take_turns_and_a_tenants_first_prompt_is_read_first() -> None:
     reading = Reading()
     for name in ("a1", "a2", "b1"):
         reading.open(name, 301)
     assert [reading.step() for _ in range(9)] == ["a1", "b1", "a1", "b1", "a1", "b1", "a2", "a2", "a2"]
 
 
-def test_who_comes_later_neither_pays_for_the_past_nor_saves_up() -> None:
+def test_a_late_tenant_neither_pays_for_the_past_nor_saves_up() -> None:
     reading = Reading()
     reading.open("a1", 10_001)
     assert {reading.step() for _ in range(50)} == {"a1"}
@@ -89,7 +89,7 @@ def test_a_long_prompt_does_not_make_another_tenants_steps_more_than_twice_as_lo
     assert chunk(BY_ROWS, ("a", 1000), ("b", 1), ("c", 1000)) == LEAST_CHUNK
 
 
-def test_it_is_read_in_whole_chunks_where_that_costs_others_little_or_they_read_as_much() -> None:
+def test_a_prompt_is_read_in_whole_chunks_where_that_delays_others_little() -> None:
     assert chunk(BY_PASS, ("a", 1000), ("b", 1)) == CHUNK
     assert chunk(BY_ROWS, ("a", 1000), ("b", 80)) == CHUNK
     assert chunk(BY_ROWS, ("a", 1), ("b", 1)) == CHUNK

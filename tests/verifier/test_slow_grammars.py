@@ -67,7 +67,7 @@ def place_of(session: VerifierSession) -> GrammarPlace:
     return session.grammar
 
 
-async def test_while_one_grammar_stands_still_others_decode_and_its_text_is_the_same_afterwards(
+async def test_a_stalled_grammar_delays_no_other_session_and_keeps_its_text(
     compiler: GrammarCompiler,
 ) -> None:
     async with running() as loop:

@@ -41,7 +41,7 @@ def seen(tree: TokenTree, nodes: dict[int, Node], *path: int) -> types_pb2.StepT
     return step_tree(session, {OPEN}, list(nodes.values()), accepted, choices, StepReport())
 
 
-def test_what_a_drafter_with_private_sources_drafted_in_vain_is_counted_and_not_shown() -> None:
+def test_rejected_nodes_of_private_sources_are_counted_and_hidden() -> None:
     tree, nodes = drafted((OPEN, (0, 1), (10, 11)), (LEARNED, (0, 1, 1), (20, 21, 22)))
     step = seen(tree, nodes, 20)
     assert (list(step.tokens), step.hidden) == ([10, 20, 11], 2)
@@ -52,7 +52,7 @@ def test_what_a_drafter_with_private_sources_drafted_in_vain_is_counted_and_not_
     assert list(step.committed) == [20, 99]
 
 
-def test_what_a_public_drafter_sent_too_is_shown_unless_it_follows_what_is_hidden() -> None:
+def test_a_node_that_a_public_drafter_sent_too_is_shown_unless_its_parent_is_hidden() -> None:
     tree, nodes = drafted((LEARNED, (0, 1), (20, 21)), (OPEN, (0,), (20,)))
     step = seen(tree, nodes)
     assert (list(step.tokens), step.hidden, list(step.accepted)) == ([20], 1, [])
@@ -61,7 +61,7 @@ def test_what_a_public_drafter_sent_too_is_shown_unless_it_follows_what_is_hidde
     assert list(seen(tree, nodes).tokens) == [30]
 
 
-def test_nodes_of_a_drafter_that_has_gone_are_hidden() -> None:
+def test_nodes_of_a_disconnected_drafter_are_hidden() -> None:
     tree, nodes = drafted((OPEN, (0,), (10,)))
     tree.ids.forget(OPEN)
     assert (list(seen(tree, nodes).tokens), seen(tree, nodes).hidden) == ([], 1)

@@ -148,7 +148,7 @@ def commits(session: VerifierSession) -> list[StepCommit | None]:
     return [session.commits.get_nowait() for _ in range(session.commits.qsize())]
 
 
-async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loop: StepScheduler) -> None:
+async def test_any_tree_keeps_the_targets_text_and_kv(loop: StepScheduler) -> None:
     terms: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.0},
@@ -185,7 +185,9 @@ async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loo
 
 
 @pytest.mark.parametrize("plan", [PLAN, IN_ROUNDS], ids=["chosen", "whole"])
-async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(loop: StepScheduler, plan: Plan) -> None:
+async def test_a_session_commits_at_most_the_window_beyond_the_durable_position(
+    loop: StepScheduler, plan: Plan
+) -> None:
     text = await plain(loop)
     session = opened(loop, window=5, plan=plan)
     await stepped(loop, session)  # reads the prompt
@@ -200,7 +202,7 @@ async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(lo
     assert not session.ready
 
 
-async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop: StepScheduler) -> None:
+async def test_no_token_follows_a_stop_id_even_if_it_was_drafted_correctly(loop: StepScheduler) -> None:
     text = await plain(loop)
     answer = text[len(TEXT) :]
     behind = next(place for place in range(2, 7) if answer[place] not in answer[:place])
@@ -222,7 +224,7 @@ async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop
     ids=["noise", "stops", "penalties"],
 )
 @pytest.mark.parametrize("count", [1, 7, 24])
-async def test_a_generation_that_goes_on_elsewhere_commits_what_it_would_have_committed(
+async def test_a_generation_that_moves_commits_the_tokens_of_one_that_stays(
     loop: StepScheduler, terms: dict[str, Any], count: int
 ) -> None:
     text = await plain(loop, **terms)
@@ -247,7 +249,7 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(lo
     assert loop.sessions == {"s": second}
 
 
-async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepScheduler) -> None:
+async def test_a_session_closed_during_a_pass_receives_no_tokens_of_it(loop: StepScheduler) -> None:
     gone, other = opened(loop, "gone"), opened(loop, "other")
     step = asyncio.create_task(loop.step())
     while not loop.progress.running:
@@ -278,9 +280,7 @@ async def test_commits_are_sent_before_anything_is_learned_of_their_step(
     assert order == ["sent", "learned"] * 3
 
 
-async def test_only_a_drafter_that_was_not_here_makes_it_try_again_what_did_not_pay(
-    loop: StepScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_a_new_drafter_triggers_another_trial(loop: StepScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     reconsidered: list[bool] = []
     monkeypatch.setattr(loop.steering.governor, "reconsider", lambda: reconsidered.append(True))
     for drafter in ("one", "one", "other", "one"):
@@ -288,7 +288,7 @@ async def test_only_a_drafter_that_was_not_here_makes_it_try_again_what_did_not_
     assert len(reconsidered) == 2
 
 
-async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(loop: StepScheduler) -> None:
+async def test_a_draining_verifier_takes_no_session_and_sends_moved_to_all(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
     loop.begin_drain(lambda: left.append(session.commits.moved))
@@ -308,7 +308,7 @@ async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(lo
     assert commits(session)[-1] is None
 
 
-async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepScheduler) -> None:
+async def test_prefilled_rows_belong_to_their_tenant_alone(loop: StepScheduler) -> None:
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
         assert await loop.prefill(TEXT, "one") == len(TEXT) - 1
@@ -320,7 +320,7 @@ async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepScheduler
         await running
 
 
-async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepScheduler) -> None:
+async def test_a_drafter_is_credited_for_the_tokens_that_it_alone_drafted(loop: StepScheduler) -> None:
     text = await plain(loop)
     answer = text[len(TEXT) :]
     session = opened(loop)
@@ -361,7 +361,7 @@ async def test_ids_outside_the_unpadded_vocabulary_are_not_generated(loop: StepS
     padded.stop()
 
 
-async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepScheduler) -> None:
+async def test_a_session_copies_the_shared_prompt_of_a_running_session(loop: StepScheduler) -> None:
     random = np.random.default_rng(4)
     common = random.integers(1, 4000, 50).tolist()
     texts = [[*common, 7, 8, 9], [*common, 5]]

@@ -37,7 +37,7 @@ async def kinds(outgoing: UpstreamStream, count: int) -> list[str]:
     return found
 
 
-async def test_commits_go_before_control_frames_and_snapshots() -> None:
+async def test_commits_are_sent_before_control_frames_and_snapshots() -> None:
     outgoing = stream()
     outgoing.snapshot(1, lambda: parts(2))
     outgoing.queue_control(pb.DraftDown(welcome=pb.Welcome()))
@@ -45,7 +45,7 @@ async def test_commits_go_before_control_frames_and_snapshots() -> None:
     assert await kinds(outgoing, 4) == ["commit", "welcome", "snapshot", "snapshot"]
 
 
-async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_takes_it() -> None:
+async def test_commits_of_several_sessions_share_a_message_if_the_drafter_supports_it() -> None:
     outgoing = stream()
     outgoing.batches = True
     for attachment in (1, 2, 3, 4):
@@ -64,14 +64,14 @@ async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_ta
     assert await kinds(outgoing, 2) == ["commit", "snapshot"]  # one alone is a frame
 
 
-async def test_a_drafter_that_does_not_take_it_gets_each_commit_alone() -> None:
+async def test_a_drafter_without_batches_gets_each_commit_alone() -> None:
     outgoing = stream()
     for attachment in (1, 2):
         outgoing.commit(commit(attachment, 10))
     assert await kinds(outgoing, 2) == ["commit", "commit"]
 
 
-async def test_a_message_of_commits_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_of_commits_ends_at_its_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "BATCH_BYTES", 150)
     outgoing = stream()
     outgoing.batches = True
@@ -113,7 +113,7 @@ async def test_commits_of_one_session_coalesce() -> None:
     assert (frame.commit.time_price, frame.commit.ahead) == (2.0, True)
 
 
-async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_others_do_not() -> None:
+async def test_a_commit_during_a_snapshot_waits_for_its_last_part_and_others_do_not() -> None:
     outgoing = stream()
     outgoing.snapshot(1, lambda: parts(3))
     outgoing.commit(commit(1, 5))  # the snapshot will hold it
@@ -123,7 +123,7 @@ async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_o
     assert await kinds(outgoing, 4) == ["commit", "snapshot", "snapshot", "commit"]
 
 
-async def test_a_drafter_that_lags_is_snapshotted_anew_as_of_when_it_reads() -> None:
+async def test_a_lagging_drafter_gets_a_new_snapshot_when_it_reads() -> None:
     outgoing = stream()
     position = 0
     while position <= ALIAS_SPAN and outgoing.commit(commit(1, position)):
@@ -161,7 +161,7 @@ async def test_a_closed_session_sends_nothing_more() -> None:
     assert await kinds(outgoing, 2) == ["closed", "closed"]
 
 
-async def test_where_there_is_nothing_to_send_a_heartbeat_has_the_progress() -> None:
+async def test_an_idle_stream_sends_its_progress_in_heartbeats() -> None:
     outgoing = stream()
     frame = await asyncio.wait_for(outgoing.next(), 2)
     assert frame is not None
@@ -170,7 +170,7 @@ async def test_where_there_is_nothing_to_send_a_heartbeat_has_the_progress() -> 
     assert await outgoing.next() is None
 
 
-async def test_what_is_held_back_joins_and_goes_out_when_it_is_held_no_more() -> None:
+async def test_held_commits_join_and_go_out_when_released() -> None:
     outgoing = stream()
     outgoing.hold(1, True)
     assert outgoing.commit(commit(1, 10, 2))

@@ -60,7 +60,7 @@ async def verifying(listed: Listed) -> AsyncIterator[TicketVerifier]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_however_many_tickets_name_unknown_keys_there_is_one_reading_in_a_while(
+async def test_many_tickets_with_unknown_keys_cause_one_read_of_the_key_list(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 3600.0)
@@ -76,7 +76,7 @@ async def test_however_many_tickets_name_unknown_keys_there_is_one_reading_in_a_
         assert listed.readings == [1]
 
 
-async def test_what_names_no_key_and_what_is_known_need_no_reading() -> None:
+async def test_malformed_tickets_and_known_keys_need_no_read_of_the_key_list() -> None:
     listed = Listed()
     listed.keys = {ROUTER.public_key: time.time() + 60}
     async with verifying(listed) as verifier:
@@ -93,7 +93,7 @@ async def test_what_names_no_key_and_what_is_known_need_no_reading() -> None:
         assert listed.readings == [1]
 
 
-async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_reading(
+async def test_a_ticket_that_arrives_during_a_key_read_waits_for_the_next_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
@@ -111,7 +111,7 @@ async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_re
         verifier.check(ticket(), PERMIT)
 
 
-async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_away(
+async def test_a_key_is_valid_until_its_expiry_even_if_redis_lost_it_or_is_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)

@@ -65,7 +65,7 @@ def loop_over(engine: Engine | Gate) -> StepScheduler:
     return StepScheduler(engine, cost, prefill_chunk=8, max_nodes=64, publish=lambda *_: None)  # type: ignore[arg-type]
 
 
-async def test_a_tree_that_somebody_grew_is_left_alone_and_not_waited_for(engine: Engine) -> None:
+async def test_an_existing_tree_is_ignored_and_not_waited_for(engine: Engine) -> None:
     loop = loop_over(engine)
     session = loop.open(start("a"))
     session.tree.graft(1, Delta(session.tree.root.position, session.tree.digest, 1, (0, 1), (5, 6), (-0.125, -0.125)))
@@ -74,7 +74,7 @@ async def test_a_tree_that_somebody_grew_is_left_alone_and_not_waited_for(engine
     assert budget.nodes == 0
 
 
-async def test_a_session_that_was_closed_in_a_pass_leaves_nothing_that_another_one_takes_up(engine: Engine) -> None:
+async def test_a_session_closed_during_a_pass_leaves_no_rows_to_the_next(engine: Engine) -> None:
     gate = Gate(engine)
     loop = loop_over(gate)
     running = asyncio.create_task(loop.run())
@@ -95,7 +95,7 @@ async def test_a_session_that_was_closed_in_a_pass_leaves_nothing_that_another_o
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_next_turn_goes_on_where_the_slot_ends(engine: Engine) -> None:
+async def test_the_next_turn_continues_where_the_slot_ends(engine: Engine) -> None:
     loop = loop_over(engine)
     running = asyncio.create_task(loop.run())
     expected = await finish(loop.open(start("whole")))

@@ -118,7 +118,7 @@ FULL = Delta(
 )
 
 
-def test_a_delta_s_message_has_every_field_of_it_and_whose_it_is() -> None:
+def test_a_deltas_message_has_every_field_and_its_attachment() -> None:
     message = drafter.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3, exhausted=True)
     assert message == pb.TreeDelta(
         attachment=2,
@@ -171,7 +171,7 @@ def drawn(**change: Any) -> dict[str, Any]:
         {"span": b"x" * SPAN_BYTES},
     ],
 )
-def test_what_is_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> None:
+def test_a_delta_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> None:
     message = pb.TreeDelta(**(good() | change))
     delta = drafter.delta_from_pb(message, 10)
     assert drafter.delta_to_pb(delta, attachment=1, epoch=0, plan_version=0) == message
@@ -229,7 +229,7 @@ def test_hints_survive_the_wire_and_name_their_attachment() -> None:
     assert drafter.hints_from_pb(message, 10) == HINTS
 
 
-def test_there_may_be_as_many_hints_as_a_delta_has_nodes() -> None:
+def test_hints_may_have_as_many_nodes_as_a_delta() -> None:
     assert len(drafter.hints_from_pb(pb.Hints(**many(1024)), 10).tokens) == 1024
 
 
@@ -268,7 +268,7 @@ def test_features_are_rows_of_finite_little_endian_bfloat16() -> None:
         (b"\xc0\x7f", 1, "features: must be finite"),  # not a number
     ],
 )
-def test_what_are_no_features_is_refused_with_the_reason(data: bytes, width: int, problem: str) -> None:
+def test_malformed_features_are_refused_with_the_reason(data: bytes, width: int, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         drafter.features_from_pb(data, width)
     assert str(refusal.value) == problem

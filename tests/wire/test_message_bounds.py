@@ -106,7 +106,7 @@ SENT: dict[str, tuple[MessageBound, Message]] = {
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_the_most_that_parts_send_in_a_message_fits(name: str) -> None:
+def test_the_largest_message_of_each_kind_fits_its_bound(name: str) -> None:
     bound, message = SENT[name]
     assert decode(type(message), bound, message.SerializeToString()) == message
 
@@ -126,7 +126,7 @@ def test_the_most_that_parts_send_in_a_message_fits(name: str) -> None:
         (verifier_pb2.WarmRequest, "tokens"),
     ],
 )
-def test_empty_messages_count_wherever_they_are_listed(kind: type[Message], path: str) -> None:
+def test_empty_messages_count_at_every_depth(kind: type[Message], path: str) -> None:
     *outer, last = path.split(".")
     descriptor, tags = kind.DESCRIPTOR, []
     for name in outer:
@@ -139,7 +139,7 @@ def test_empty_messages_count_wherever_they_are_listed(kind: type[Message], path
     assert not more_fields_than(kind.DESCRIPTOR, 100 + len(outer), data)
 
 
-def test_messages_that_take_each_others_place_count_each() -> None:
+def test_messages_that_replace_each_other_count_each() -> None:
     ended = verifier_pb2.DecodeResponse(ended=[verifier_pb2.DecodeEnded(reason=types_pb2.FINISH_REASON_STOP)])
     in_turn = bytes([2 << 3, 1, 3 << 3 | 2, 0]) * 25  # a reason, an error
     data = bytes([8 << 3 | 2, len(in_turn)]) + in_turn

@@ -42,7 +42,7 @@ def test_a_good_ticket_is_good_and_names_its_key() -> None:  # bites: `check` ra
     [{"session_id": "x"}, {"tenant": "x"}, {"drafter_id": "x"}, {"upstream_id": "x"}, {"epoch": 4}],
     ids=lambda change: next(iter(change)),
 )
-def test_it_is_good_for_nothing_else(change: dict[str, object]) -> None:
+def test_a_ticket_is_good_for_no_other_session_tenant_drafter_upstream_or_epoch(change: dict[str, object]) -> None:
     with pytest.raises(Forbidden, match="foreign"):
         check(ROUTER.sign(replace(PERMIT, **change)))  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def test_only_the_holder_of_a_router_s_private_key_makes_one() -> None:
             check(forgery)
 
 
-def test_what_is_listed_as_a_key_and_is_none_makes_no_ticket_good() -> None:
+def test_a_malformed_listed_key_makes_no_ticket_good() -> None:
     for key in (b"", b"short", b"\xff" * 32, b"k" * 33):
         with pytest.raises(Forbidden, match="forged"):
             check_ticket(lambda _: True, changed(ROUTER.sign(PERMIT), public_key=key), PERMIT, time.time)
@@ -74,7 +74,7 @@ def test_an_expired_one_is_refused_as_expired() -> None:
         check(ROUTER.sign(PERMIT, valid_s=-0.1))
 
 
-def test_it_is_good_for_as_long_as_it_was_signed_for() -> None:
+def test_a_ticket_is_good_for_its_signed_duration() -> None:
     router = TicketSigner(lambda: 1000.0)
     for ticket, last in ((router.sign(PERMIT), 1060.0), (router.sign(PERMIT, valid_s=0.25), 1000.25)):
         check(ticket, router=router, now=lambda last=last: last)  # type: ignore[misc]
@@ -82,7 +82,7 @@ def test_it_is_good_for_as_long_as_it_was_signed_for() -> None:
             check(ticket, router=router, now=lambda last=last: last + 0.001)  # type: ignore[misc]
 
 
-def test_a_refusal_names_what_to_do() -> None:
+def test_a_refused_ticket_is_reported_with_the_remedy() -> None:
     wrong = {
         b"\xff": "malformed ticket",
         STRANGER.sign(PERMIT): "forged ticket: its key is no router's; the router and this upstream must use one Redis",
@@ -97,7 +97,7 @@ def test_a_refusal_names_what_to_do() -> None:
         assert str(refusal.value) == problem
 
 
-def test_what_a_router_signed_and_is_no_ticket_is_malformed() -> None:
+def test_signed_bytes_that_are_no_ticket_are_malformed() -> None:
     junk = types_pb2.SignedTicket(
         ticket=b"\xff", public_key=ROUTER.public_key, signature=ROUTER._private_key.sign(b"\xff")
     ).SerializeToString()

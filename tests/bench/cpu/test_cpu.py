@@ -27,7 +27,7 @@ def engine(name: str, acceptance: float, *, drafts: bool) -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])
-def test_a_drafter_s_likeliest_token_is_the_target_s_as_often_as_the_script_has_it(acceptance: float) -> None:
+def test_a_drafters_likeliest_token_is_the_targets_at_the_scripted_rate(acceptance: float) -> None:
     target, drafter = engine("target", acceptance, drafts=False), engine("drafter", acceptance, drafts=True)
     count = target.context
     positions = np.arange(count)
@@ -46,7 +46,7 @@ def test_a_drafter_s_likeliest_token_is_the_target_s_as_often_as_the_script_has_
     assert [chosen.choice(row) for row in range(3)] == [chosen.choice(count + row) for row in range(3)]
 
 
-def test_every_stage_is_a_function_that_is_there() -> None:
+def test_every_stage_names_a_function_that_exists() -> None:
     for stages in STAGES.values():
         for file, function in stages:
             defined = {
@@ -58,7 +58,7 @@ def test_every_stage_is_a_function_that_is_there() -> None:
 
 
 @pytest.mark.extended
-def test_a_run_measures_every_process_and_its_stages_are_what_it_used(tmp_path: Path) -> None:
+def test_a_run_measures_every_process_and_divides_its_time_into_stages(tmp_path: Path) -> None:
     saved = tmp_path / "figures.json"
     command = [sys.executable, "-m", "bench.cpu", "--sessions", "2", "--seconds", "6", "--json", str(saved)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
@@ -76,7 +76,7 @@ def test_a_run_measures_every_process_and_its_stages_are_what_it_used(tmp_path: 
 
 
 @pytest.mark.extended
-def test_callers_by_http_count_what_the_verifier_commits(tmp_path: Path) -> None:
+def test_callers_by_http_count_the_tokens_that_the_verifier_commits(tmp_path: Path) -> None:
     saved = tmp_path / "figures.json"
     command = [
         sys.executable,

@@ -61,7 +61,7 @@ def test_the_weights_that_a_row_meets_are_all_but_the_norms() -> None:
     assert multiplied_weights(config) == engine.parameters - config.width * (2 * config.layers + 1)
 
 
-def test_a_pass_of_ours_is_timed_behind_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_timed_behind_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=1)
     seen: list[tuple[int, int, int]] = []
     forward = engine.forward

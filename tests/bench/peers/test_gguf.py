@@ -101,7 +101,7 @@ def test_a_padded_target_keeps_all_ids_and_its_own_eps(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["output_norm.weight"], norm)
 
 
-def test_biases_and_scaled_frequencies_are_there(tmp_path: Path) -> None:
+def test_biases_and_scaled_rope_frequencies_are_written(tmp_path: Path) -> None:
     biased = written(make_checkpoint(tmp_path / "biased", "biased"), tmp_path / "biased.gguf").tensors
     for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
         assert biased[f"blk.0.{name}.bias"].dtype == torch.float32

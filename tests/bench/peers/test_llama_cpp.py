@@ -83,7 +83,7 @@ def test_a_drafted_text_is_the_plain_one(chain: int, noise: float, prompt: list[
     assert len(set(sample["arrivals"])) == sample["steps"]
 
 
-def test_a_text_that_is_drawn_is_the_same_with_drafts() -> None:
+def test_a_sampled_text_stays_equal_with_drafts() -> None:
     def texts(chain: int) -> list[int]:
         dice = random.Random(5)
 
@@ -97,7 +97,7 @@ def test_a_text_that_is_drawn_is_the_same_with_drafts() -> None:
     assert texts(0) == texts(3) == texts(6)
 
 
-def test_a_pass_is_timed_behind_its_context_and_leaves_nothing_there() -> None:
+def test_a_pass_is_timed_behind_its_context_and_leaves_no_rows_behind() -> None:
     model = Arithmetic()
     assert 0.0 < pass_seconds(model, 8) < 10.0
     assert model.passes == [PASS_CONTEXT, 8, 8]
@@ -133,7 +133,7 @@ def test_the_worker_answers_each_line() -> None:
     assert np.array(logits).shape == (3, VOCABULARY)
 
 
-async def test_rows_differ_by_the_chain_that_they_ask_for() -> None:
+async def test_rows_differ_by_the_length_of_their_chain() -> None:
     lines: list[dict[str, Any]] = []
 
     class Process:
@@ -152,7 +152,7 @@ async def test_rows_differ_by_the_chain_that_they_ask_for() -> None:
     assert isinstance(rows[0], LlamaRow)
 
 
-async def test_what_is_built_already_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_existing_build_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").write_text(VERSION)
     monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
     progress: list[str] = []
@@ -160,14 +160,16 @@ async def test_what_is_built_already_is_kept(tmp_path: Path, monkeypatch: pytest
     assert progress == []
 
 
-async def test_without_a_compiler_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_compiler_is_reported_with_the_flag_that_skips_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"no C\+\+ compiler .* --no-llama-cpp"):
         await build(lambda what: None, tmp_path / "build")
     assert not (tmp_path / "build").exists()
 
 
-async def test_without_a_network_the_step_and_the_way_out_are_named(
+async def test_a_missing_network_is_reported_with_the_failed_step_and_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[tuple[str, ...]] = []

@@ -34,20 +34,20 @@ def take(
     return Measurement(target, row, prompt, repetition, heat, steady(rate))
 
 
-def test_tokens_that_come_together_are_one_arrival() -> None:
+def test_simultaneous_tokens_are_one_arrival() -> None:
     sample = Sample((1, 2, 3, 4, 5, 6), (0.5, 0.5, 0.7, 0.7, 0.7, 1.5), steps=3)
     assert sample.gaps == pytest.approx([0.2, 0.8])
     assert sample.first_token_s == 0.5
 
 
-def test_speed_counts_what_came_after_the_first_arrival() -> None:
+def test_speed_counts_only_tokens_behind_the_first_arrival() -> None:
     assert Sample((1, 2, 3, 4, 5, 6), (0.5, 0.5, 0.7, 0.7, 0.7, 1.5), steps=3).tokens_per_s == pytest.approx(4.0)
     assert steady(20.0).tokens_per_s == pytest.approx(20.0)
     assert Sample((1, 2), (0.5, 0.5), steps=1).tokens_per_s == 0.0  # one arrival has no speed
     assert Sample((), (), steps=0).tokens_per_s == 0.0
 
 
-def test_a_ratio_is_the_median_over_pairs_and_ignores_what_has_no_partner() -> None:
+def test_a_ratio_is_the_median_over_pairs_and_ignores_unpaired_samples() -> None:
     over = {"a": 10.0, "b": 90.0, "c": 30.0, "alone": 1e9}
     assert paired_ratio(over, {"a": 5.0, "b": 3.0, "c": 10.0, "other": 1.0, "zero": 0.0}) == 3.0
     assert paired_ratio({"a": 1.0}, {"b": 1.0}) is None
@@ -140,11 +140,11 @@ def test_the_last_line_is_of_the_largest_target() -> None:
     )
 
 
-def test_the_best_row_is_the_one_that_leaves_the_smallest_ratio() -> None:
+def test_the_ratio_is_taken_over_the_fastest_measured_row() -> None:
     takes = [take("ours", 60.0), take("slow", 10.0), take("fast", 40.0), take("other", 90.0)]
     assert over_best(takes, "ours", ("slow", "fast", "missing")) == pytest.approx(1.5)
     assert over_best(takes, "ours", ("missing",)) is None
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_a_figure_without_measurement_is_printed_as_a_dash() -> None:
     assert re.fullmatch(r"bench:( \w+=-){11}", last_line(BenchResults()))

@@ -25,7 +25,7 @@ def printed(results: BenchResults) -> str:
     return text
 
 
-def test_pinned_arms_are_listed_beside_what_the_verifier_chooses() -> None:
+def test_pinned_arms_are_listed_beside_the_arm_that_the_verifier_chooses() -> None:
     goodput = {"plain": 10.0, "distributed": 11.0, "turns": 15.0, "turns 1/4": 12.5}
     results = BenchResults(loads=[load(row, it) for row, it in goodput.items()])
     *_, heading, _, line = [line.split() for line in printed(results).splitlines() if line.strip()]
@@ -34,7 +34,7 @@ def test_pinned_arms_are_listed_beside_what_the_verifier_chooses() -> None:
 
 
 @pytest.mark.parametrize("plain", [10.0, 0.0])
-def test_without_pinned_arms_there_is_one_table(plain: float) -> None:
+def test_a_report_without_pinned_arms_has_one_table(plain: float) -> None:
     text = printed(BenchResults(loads=[load("plain", plain), load("distributed", 11.0)]))
     assert "Pinned" not in text
     assert ("1.10" in text) is (plain > 0.0)

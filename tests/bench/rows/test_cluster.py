@@ -97,7 +97,7 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     assert progress == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
 
 
-async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_others(
+async def test_llama_cpp_rows_share_a_worker_with_the_models_of_other_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loaded: list[Models] = []
@@ -121,7 +121,7 @@ async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_othe
     assert loaded == [Models(tmp_path, options.models / "drafter", "float32", 1)]
 
 
-async def test_no_prompt_comes_again() -> None:
+async def test_every_prompt_is_sent_once() -> None:
     asked: list[tuple[int, ...]] = []
 
     class Row:
@@ -139,7 +139,7 @@ async def test_no_prompt_comes_again() -> None:
     assert [take.repetition for take in takes] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_flags_for_the_drafter_hold_for_those_without_a_model_too(tmp_path: Path) -> None:
+def test_drafter_flags_hold_for_drafters_without_a_model_too(tmp_path: Path) -> None:
     options = replace(OPTIONS, drafter={"threads": 3})
     (drafter,) = options.cluster(tmp_path, drafts="suffix").drafter
     assert (drafter.drafts, drafter.threads) == ("suffix", 3)

@@ -18,7 +18,7 @@ from outrider.core.control.depth.policies import FixedGamma
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.session.snapshot import MirrorUpdate
 from outrider.errors import ConfigError, InternalError
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 MODELS = Path(__file__).parents[3] / "models"
 PROMPT = tuple(range(40, 80))

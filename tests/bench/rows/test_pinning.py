@@ -40,7 +40,7 @@ def cores(pid: int) -> list[set[int]]:
     return found
 
 
-def test_all_threads_of_a_process_are_pinned_and_those_that_it_starts_later() -> None:
+def test_pinning_a_process_holds_for_its_threads_and_those_started_later() -> None:
     core = {max(os.sched_getaffinity(0))}
     command = [sys.executable, "-c", _THREADS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -81,7 +81,7 @@ def test_a_store_holds_each_file_of_a_folder_once_and_its_contents_are_printed(c
     assert sorted(os.listdir(tmp_path)) == ["code.rest", "corpus"]
 
 
-def test_what_was_indexed_is_proposed(corpus: Path, tmp_path: Path) -> None:
+def test_an_indexed_file_is_proposed(corpus: Path, tmp_path: Path) -> None:
     assert run(corpus, output=tmp_path / "all.rest").exit_code == 0
     retrieval = Retrieval(Datastore.open(tmp_path / "all.rest", DIGEST))
     proposal = retrieval.propose(TOKENIZER.encode("def second():", add_special_tokens=False).ids, 9, 9)
@@ -89,7 +89,7 @@ def test_what_was_indexed_is_proposed(corpus: Path, tmp_path: Path) -> None:
     assert TOKENIZER.decode(list(proposal.tokens)) == "\n    return 2\n"
 
 
-def test_a_named_file_is_taken_whatever_the_pattern(corpus: Path, tmp_path: Path) -> None:
+def test_a_file_named_on_the_command_line_is_indexed_despite_the_pattern(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.rest"
     assert run(corpus / "notes.md", corpus / ".hidden.py", "--pattern", "*.py", output=output).exit_code == 0
     assert documents(output) == ["# Notes\n", "secret = 1\n"]
@@ -120,7 +120,7 @@ def test_sources_that_give_nothing_are_refused(corpus: Path, tmp_path: Path) -> 
     assert not output.exists()
 
 
-def test_a_tokenizer_that_is_none_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_or_malformed_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.rest"
     refused(run(corpus, output=output, tokenizer=tmp_path), "tokenizer.json: missing", "checkpoint")
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -118,13 +118,13 @@ def test_every_setting_survives_the_command_line(name: str, recipe: Section) -> 
     assert parsed(name, flags(recipe, FIXED.get(name, {}))) == recipe
 
 
-def test_every_setting_has_a_flag_that_was_tried() -> None:  # bites: the recipes above are the product's
+def test_every_setting_of_a_recipe_is_covered_by_a_tested_flag() -> None:  # bites: the recipes above are the product's
     for recipes in RECIPES.values():
         tried = {field for recipe in recipes for field in recipe.model_fields_set}
         assert tried == type(recipes[0]).model_fields.keys()
 
 
-def test_flags_come_before_the_recipe_whose_paths_are_relative_to_it(tmp_path: Path) -> None:
+def test_flags_override_the_recipe_whose_paths_are_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "family").mkdir()
     file = tmp_path / "recipes" / "one.toml"

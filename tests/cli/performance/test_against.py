@@ -23,7 +23,7 @@ def test_the_quantiles_are_student_s() -> None:
     assert stats.t.ppf(0.975, 16) < T_95_MORE
 
 
-def test_it_is_welch_s_test_on_logarithms() -> None:
+def test_the_comparison_is_welch_s_test_on_logarithms() -> None:
     now, before = [110.0, 121.0, 118.0, 109.0], [100.0, 97.0, 104.0]
     found = compared(now, before)
     ours = stats.ttest_ind(np.log(now), np.log(before), equal_var=False)
@@ -35,7 +35,7 @@ def test_it_is_welch_s_test_on_logarithms() -> None:
     assert found.verdict == "faster"
 
 
-def test_intervals_of_noise_hold_the_true_ratio_about_as_often_as_they_claim() -> None:
+def test_intervals_of_noise_cover_the_true_ratio_at_their_stated_rate() -> None:
     dice = np.random.default_rng(7)
     runs = 2000
     held = sum(
@@ -60,13 +60,13 @@ def test_a_verdict_follows_from_the_interval(now: list[float], before: list[floa
     assert compared(now, before).verdict == verdict
 
 
-def test_only_what_both_runs_have_is_compared() -> None:
+def test_only_points_that_both_runs_have_are_compared() -> None:
     now = [point(110, 0), point(112, 1), point(100, callers=4)]
     before = [point(100, 0), point(101, 1), point(90, speculative=False)]
     assert comparison_table(now, before).row_count == 1
 
 
-def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_written_figures_are_read_back_unchanged(tmp_path: Path) -> None:
     points = [point(100), point(90, speculative=False)]
     write_points(tmp_path / "figures.json", points)
     assert read_points(tmp_path / "figures.json") == points

@@ -16,7 +16,7 @@ from outrider.cli.performance.aiperf import FILE
 from outrider.cli.performance.points import LoadPoint, write_points
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny_models import make_tiny
 
 
 def prompts(folder: Path, content: str = '{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n') -> str:
@@ -44,7 +44,7 @@ def prompts(folder: Path, content: str = '{"prompt": "w1 w2 w3"}\n{"prompt": "w4
     ],
     ids=["dead cluster", "address", "json", "answers", "plot", "against", "temperatures", "empty", "text"],
 )
-def test_what_cannot_be_measured_is_one_line_and_no_table(
+def test_a_bench_that_cannot_run_prints_one_line_and_no_table(
     tmp_path: Path, content: str, flags: tuple[str, ...], fragments: tuple[str, ...]
 ) -> None:
     result = CliRunner().invoke(app, ["bench", prompts(tmp_path, content), *flags], env={"COLUMNS": "200"})
@@ -89,7 +89,7 @@ async def run(*command: str, status: int = 0) -> str:
     return (stderr if status else stdout).decode()
 
 
-async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
+async def test_the_bench_measures_a_running_cluster_with_and_without_speculation(tmp_path: Path) -> None:
     output, plotted, exported = tmp_path / "figures.json", tmp_path / "plot.png", tmp_path / "aiperf"
     earlier = tmp_path / "earlier.json"
     write_points(earlier, [LoadPoint(2, at, True, 1.0 + at / 100, 1, 1.0, 0.1, 0.1, 0.1, 9.0) for at in range(2)])
@@ -114,7 +114,7 @@ async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
     assert plain["wire_bytes_per_token"] == 0 < speculative["wire_bytes_per_token"]
 
 
-async def test_it_answers_questions_both_ways_for_spec_bench(tmp_path: Path) -> None:
+async def test_the_bench_answers_spec_bench_questions_with_and_without_speculation(tmp_path: Path) -> None:
     asked = [
         {"question_id": 81, "category": "writing", "turns": ["w1 w2", " w3"]},
         {"question_id": 82, "category": "math", "turns": ["w4"]},

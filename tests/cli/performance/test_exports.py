@@ -59,7 +59,7 @@ def test_a_load_without_an_answer_has_no_distributions(tmp_path: Path) -> None:
         (0, 0, (), []),
     ],
 )
-def test_the_lengths_of_steps_follow_from_the_depths_that_they_reached(
+def test_the_lengths_of_steps_follow_from_their_reached_depths(
     tokens: int, steps: int, reached: tuple[int, ...], lengths: list[int]
 ) -> None:
     found = sorted(accept_lengths(answer(tokens, steps, reached)))

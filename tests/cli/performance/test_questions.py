@@ -63,7 +63,7 @@ def test_each_form_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_one_array_of_entries_is_read_too(tmp_path: Path) -> None:
+def test_questions_may_be_one_json_array(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps([SHARE_GPT, SHARE_GPT]), encoding="utf-8")
     assert [question.question_id for question in read_questions(file)] == ["c0", "c0"]
@@ -97,7 +97,7 @@ def test_turns_are_messages_unless_the_model_has_no_template(tmp_path: Path) -> 
         {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
     ],
 )
-def test_an_entry_that_is_none_is_refused_with_its_number(tmp_path: Path, entry: Any) -> None:
+def test_a_malformed_question_is_refused_with_its_number(tmp_path: Path, entry: Any) -> None:
     with pytest.raises(ConfigError, match="entry 2 "):
         read_questions(written(tmp_path, {"prompt": "x"}, entry))
 
@@ -110,6 +110,6 @@ def test_a_file_without_questions_is_refused(tmp_path: Path, content: bytes) -> 
         read_questions(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_question_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
         read_questions(tmp_path / "none.jsonl")

@@ -10,7 +10,7 @@ from outrider.cli.main import app
 EXAMPLE = Path(__file__).parents[3] / "examples" / "simulations" / "shifting_load.toml"
 
 
-def test_it_compares_policies(tmp_path: Path) -> None:
+def test_simulate_compares_policies(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(EXAMPLE.read_text().replace("seconds = 30", "seconds = 3"))
     flags = ["--policy", "off", "--policy", "rounds:4", "--policy", "fixed:4", "--policy", "goodput"]
@@ -27,7 +27,7 @@ def test_it_compares_policies(tmp_path: Path) -> None:
     ]
 
 
-def test_a_policy_that_there_is_not_is_refused_with_those_there_are() -> None:
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     for name, fragment in (("best", "goodput"), ("fixed:0", "fixed:DEPTH"), ("ema:3", "fixed:DEPTH")):
         done = CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--policy", name])
         assert done.exit_code == 2

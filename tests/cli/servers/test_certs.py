@@ -46,7 +46,7 @@ def test_a_name_that_no_certificate_can_have_is_refused(tmp_path: Path, name: st
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_existing_certificates_are_overwritten_only_with_force(tmp_path: Path) -> None:
     run("certs", str(tmp_path))
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     _, stderr = run("certs", str(tmp_path), exit_code=2)
@@ -64,7 +64,7 @@ def names_and_days(file: Path) -> tuple[set[str], float]:
     return {str(name.value) for name in names}, left / timedelta(days=1)
 
 
-def test_renewed_certificates_are_of_the_same_ca_and_for_the_same_names(tmp_path: Path) -> None:
+def test_renewed_certificates_keep_their_ca_and_their_names(tmp_path: Path) -> None:
     folder, other = tmp_path / "ours", tmp_path / "other"
     run("certs", str(folder), "--host", "router.example", "--host", "192.0.2.7")
     run("certs", str(other))

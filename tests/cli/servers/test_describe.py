@@ -148,7 +148,7 @@ def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == f"describe: trees=yes decode_ms={rows[0][1]}"
 
 
-def test_it_prints_why_torch_computes(tmp_path: Path) -> None:
+def test_describe_prints_why_torch_computes(tmp_path: Path) -> None:
     env = {"COLUMNS": "160", "OUTRIDER_ENGINE": "torch"}
     result = CliRunner().invoke(app, ["describe", str(make_checkpoint(tmp_path)), "--dtype", "float32"], env=env)
     assert result.exit_code == 0, result.stderr
@@ -157,7 +157,7 @@ def test_it_prints_why_torch_computes(tmp_path: Path) -> None:
     assert "numerics fast" in text
 
 
-def test_a_quantized_copy_of_some_layers_is_described_as_what_it_is(tmp_path: Path) -> None:
+def test_a_partly_quantized_copy_is_described_with_its_layers_and_weight_type(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     options = ["--dtype", "int8", "--skip", "0", "--skip", "2"]
     result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "100"})
@@ -170,7 +170,7 @@ def test_a_quantized_copy_of_some_layers_is_described_as_what_it_is(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("family", "trees"), [("gpt2", "yes"), ("mamba", "no")])
-def test_a_model_that_runs_through_transformers_is_described_with_what_it_can_do(
+def test_a_model_run_through_transformers_is_described_with_its_tree_support(
     family: str, trees: str, tmp_path: Path
 ) -> None:
     folder = make_family(tmp_path, family)
@@ -228,7 +228,7 @@ def test_two_checkpoints_are_held_against_each_other(
     assert result.stdout.splitlines()[-1] == f"describe: {last}"
 
 
-def test_what_is_no_checkpoint_is_no_target_either() -> None:
+def test_a_target_without_a_checkpoint_is_refused() -> None:
     result = CliRunner().invoke(app, ["describe", str(MODELS / "drafter"), "--for", "tests"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "tests/tokenizer.json" in result.stderr

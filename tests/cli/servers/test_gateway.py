@@ -38,7 +38,9 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         (("--router", "nowhere"), "must be HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags: tuple[str, ...], fragment: str, tmp_path: Path) -> None:
+def test_impossible_gateway_settings_are_refused_in_one_line(
+    flags: tuple[str, ...], fragment: str, tmp_path: Path
+) -> None:
     make(tmp_path)
     found = [str(tmp_path / flag) if flag.endswith((".pem", ".key")) else flag for flag in flags]
     shown = refused(*found)

@@ -36,7 +36,7 @@ def let_in(server: Server) -> set[str]:
     return found
 
 
-def test_the_lines_are_an_aclfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_lines_are_an_aclfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, stderr = run(monkeypatch)
     assert "user default off" in stderr
     file = tmp_path / "users.acl"
@@ -45,7 +45,7 @@ def test_the_lines_are_an_aclfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert let_in(server) == set(ACL_ROLES)
 
 
-def test_the_commands_are_for_a_server_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_commands_configure_a_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands, stderr = run(monkeypatch, "--setuser", "--role", "drafter", "--role", "keys")
     assert stderr == ""
     with Server(tmp_path) as server, redis.Redis.from_url(server.url) as admin:

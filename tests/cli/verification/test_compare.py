@@ -69,7 +69,7 @@ def test_float32_tolerates_far_less() -> None:
     assert verdict(first, second, TOLERANCE["float32"]) is Verdict.BUG
 
 
-def test_repeated_share_counts_ngrams_seen_earlier_in_the_same_text() -> None:
+def test_repeated_share_counts_ngrams_seen_earlier_in_their_own_text() -> None:
     assert repeated_share([range(100), range(100)]) == 0.0
     assert repeated_share([[1] * 13]) == pytest.approx(0.9)
     assert repeated_share([[1, 2, 3]]) == 0.0

@@ -20,12 +20,12 @@ def test_rare_p_values_are_right_within_a_few_hundredths_of_their_logarithm() ->
 
 
 @pytest.mark.parametrize("count", [256, 4096])
-def test_what_would_be_noticed_is_where_the_level_is_met(count: int) -> None:
+def test_a_detectable_difference_meets_the_significance_level(count: int) -> None:
     off = (np.arange(count) + 0.5) / count
     off = np.clip(off + detectable_difference(count) * 1.01, 0.0, 1.0)
     assert p_value(off) < LEVEL
     assert detectable_difference(count) < 2.3 / count**0.5
 
 
-def test_nothing_is_no_evidence() -> None:
+def test_an_empty_sample_is_no_evidence() -> None:
     assert p_value(np.empty(0)) == 1.0

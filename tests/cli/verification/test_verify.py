@@ -78,7 +78,7 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_verified_is_refused_in_one_line(arguments: tuple[str, ...], fragment: str) -> None:
+def test_an_impossible_verification_is_refused_in_one_line(arguments: tuple[str, ...], fragment: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert fragment in done.stderr
@@ -122,7 +122,7 @@ async def cases(plain: Generation, speculative: Generation) -> list[VerifyCase]:
     return [case async for case in compare(client, work, None, tolerance=TOLERANCE["float32"])]
 
 
-async def test_a_wrong_token_is_a_bug_with_its_place_and_gap() -> None:
+async def test_a_wrong_token_is_a_bug_reported_with_its_position_and_gap() -> None:
     found = await cases(generation([1, 2, 3], [9, 4.5, 9]), generation([1, 7, 3], [9, 5.5, 9]))
     assert [case.verdict for case in found] == [Verdict.BUG] * 3
     assert found[0].difference == Difference(1, 2, 7, 4.5)
@@ -225,7 +225,7 @@ def test_a_near_tie_hides_no_bug(reference: Reference) -> None:
     assert parted.judged(tolerance) is Verdict.BUG
 
 
-def test_what_is_drawn_from_transformers_own_probabilities_has_uniform_places(reference: Reference) -> None:
+def test_tokens_drawn_from_transformers_probabilities_have_uniform_quantiles(reference: Reference) -> None:
     contract, dice, places = Contract(seed=3, max_tokens=8, temperature=0.8), np.random.default_rng(1), []
     for start in range(40):
         prompt = [1, 2, start]
@@ -280,7 +280,7 @@ def test_texts_of_an_adapter_that_follow_a_grammar(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_texts_cannot_be_is_refused_by_name(arguments: tuple[str, ...], problem: str) -> None:
+def test_an_invalid_text_option_is_refused_by_name(arguments: tuple[str, ...], problem: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert problem in done.stderr

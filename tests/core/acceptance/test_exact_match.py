@@ -60,7 +60,7 @@ def commit_of(tree: frozenset[Path], truth: Path) -> Path:
 
 
 @pytest.mark.parametrize(("vocabulary", "depth"), [(2, 3), (3, 2)])
-def test_every_tree_and_every_target_commit_the_targets_path(vocabulary: int, depth: int) -> None:
+def test_every_tree_commits_the_targets_path(vocabulary: int, depth: int) -> None:
     trees = list(all_trees(vocabulary, depth))
     assert len(trees) == {(2, 3): 676, (3, 2): 729}[vocabulary, depth]
     for tree in trees:

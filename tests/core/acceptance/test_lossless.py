@@ -64,7 +64,7 @@ def error(rule: Rule, language: Language, shape: Shape, length: int) -> float:
     return distance(law_of(rule, language, length, lambda chance: drawn(language, shape, chance)), language.law(length))
 
 
-def test_outcomes_are_all_there_are() -> None:
+def test_outcomes_enumerate_every_random_result_with_its_probability() -> None:
     def run(chance: RandomSource) -> tuple[int, bool]:
         first = chance.pick(np.array([2.0, 0.0, 1.0]))
         return first, first == 2 and chance.happens(0.25)
@@ -98,7 +98,7 @@ def test_the_text_is_distributed_as_the_target_s_for_every_shape(
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
-def test_and_under_every_filter(name: str, filters: str) -> None:
+def test_the_text_is_distributed_as_the_targets_under_every_filter(name: str, filters: str) -> None:
     contract = Contract(seed=0, max_tokens=9, **FILTERS[filters])
     shape = chain_shape(3) if name in CHAINS else (((), ()), ((),))
     for seed in range(4):
@@ -106,14 +106,14 @@ def test_and_under_every_filter(name: str, filters: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
-def test_and_for_whatever_levels_had_been_streamed(name: str) -> None:
+def test_the_text_is_distributed_as_the_targets_for_any_number_of_streamed_levels(name: str) -> None:
     whole = chain_shape(3) if name in CHAINS else ((((),), ()), ((),))
     for levels in range(4):
         assert error(rule(name), Language(2, PLAIN, seed=levels), cut(whole, levels), 4) < 1e-9
 
 
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
-def test_where_draft_and_target_agree_everything_is_accepted(name: str) -> None:
+def test_a_draft_equal_to_the_target_is_accepted_whole(name: str) -> None:
     language = Language(3, PLAIN)
     language.p = lambda path: language.q(path).dense(3)  # type: ignore[method-assign]
     for chance, walked in outcomes(lambda chance: walk_of(rule(name), language, chain_shape(3), chance)):
@@ -224,7 +224,7 @@ def kept(tree: Tree, keep: Any) -> Tree:
 
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
 @pytest.mark.parametrize("mistake", ["pruned by q", "late by value"])
-def test_a_drawn_token_that_is_dropped_for_what_it_is_biases_the_text(name: str, mistake: str) -> None:
+def test_dropping_a_drawn_token_by_its_value_biases_the_text(name: str, mistake: str) -> None:
     shape = chain_shape(2) if name in CHAINS else ((), ())
 
     def keep(path: Path, language: Language) -> bool:
@@ -314,7 +314,7 @@ def test_lenience_accepts_more_and_makes_no_token_more_than_that_much_likelier(l
     assert error(same, Language(3, PLAIN, seed=3), chain_shape(3), 4) < 1e-9
 
 
-def test_typical_acceptance_takes_the_longest_path_of_what_is_likely_enough_and_is_lossy() -> None:
+def test_typical_acceptance_is_lossy_and_takes_the_longest_path_of_likely_tokens() -> None:
     typical = rule("typical-acceptance")
     assert typical.lossy
     language = Language(3, PLAIN, seed=4)
@@ -343,7 +343,7 @@ class Noted(JudgeOf):
         return super().choice_of(row, token)
 
 
-def test_a_walk_commits_each_token_after_the_row_that_it_follows() -> None:
+def test_a_walk_judges_each_token_at_the_row_that_it_follows() -> None:
     tree = Tree([(), (0,), (1,), (1, 2), (1, 2, 0)], [-1, 0, 0, 2, 3])
     judge = Noted(Language(3, PLAIN), tree)
     walked = accepted_walk(tree.rows, judge, [2, 3], 7)
@@ -357,7 +357,7 @@ def test_a_walk_commits_each_token_after_the_row_that_it_follows() -> None:
     assert judge.after == [(0, 1), (2, 2), (3, 1)]
 
 
-def test_of_the_longest_typical_paths_the_likeliest_counts() -> None:
+def test_typical_acceptance_takes_the_likeliest_of_the_longest_paths() -> None:
     language = Language(3, PLAIN)
     rows = {(): [0.5, 0.3, 0.2], (0,): [0.2, 0.6, 0.2], (1,): [0.1, 0.1, 0.8], (2,): [0.5, 0.3, 0.2]}
     language.p = lambda path: np.array(rows.get(path, [0.0, 0.0, 1.0]))  # type: ignore[method-assign]
@@ -402,7 +402,7 @@ def test_chance_is_drawn_from_its_key_in_53_bits() -> None:
     assert picked.count(2) / 2000 == pytest.approx(0.75, abs=4 * np.sqrt(0.75 * 0.25 / 2000))
 
 
-def test_rounding_never_picks_what_has_no_weight() -> None:
+def test_rounding_never_picks_a_token_without_weight() -> None:
     class Late(SeededRandom):
         def _uniform(self) -> float:
             return 0.75  # of the smallest number, which rounds to all of it
@@ -410,7 +410,7 @@ def test_rounding_never_picks_what_has_no_weight() -> None:
     assert Late().pick(np.array([0.0, 5e-324, 0.0])) == 1
 
 
-def test_a_row_is_the_likeliest_tokens_up_to_their_mass_and_at_most_so_many() -> None:
+def test_a_sparse_row_has_the_likeliest_tokens_up_to_its_mass_and_its_maximum() -> None:
     p = np.array([0.1, 0.4, 0.2, 0.3])
     assert SparseRow.of(p, mass=0.69).tokens == (1, 3)
     assert SparseRow.of(p, mass=0.71).tokens == (1, 2, 3)
@@ -436,7 +436,7 @@ class Fixed(JudgeOf):
         return self._q
 
 
-def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_gives_a_token() -> None:
+def test_the_target_still_gives_a_token_where_rounding_leaves_no_residual() -> None:
     q = np.array([0.5, 0.5])
     p = np.array([0.5, np.nextafter(0.5, 0)])  # nothing of it is beyond q
     never = Tape([0])  # rejects what has a chance of all but 1
@@ -446,13 +446,13 @@ def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_give
     assert residual(q, p).tolist() == [0.0, 1.0]
 
 
-def test_no_more_is_drawn_than_there_is() -> None:
+def test_a_draw_returns_at_most_the_tokens_of_its_row() -> None:
     row = SparseRow((3, 5), (1, 2))
     assert sorted(row.draw(9, SeededRandom(1))) == [3, 5]
     assert row.draw(0, SeededRandom(1)) == []
 
 
-def test_what_is_drawn_from_is_what_is_shipped() -> None:
+def test_the_drafter_draws_from_the_distribution_that_it_sends() -> None:
     p = np.array([0.5, 0.25, 0.2, 0.05 - 1e-7, 1e-7])
     row = SparseRow.of(p, max_tokens=4)
     assert row.tokens == (0, 1, 2, 3)
@@ -494,7 +494,7 @@ def test_a_drafter_that_did_not_draw_decides_the_text(name: str) -> None:
         assert [choice.token for choice in walk.choices[:2]] == [0, 0]
 
 
-def test_a_drafter_that_chooses_what_it_likes_decides_nothing_under_target_match() -> None:
+def test_a_drafter_that_picks_its_tokens_decides_nothing_under_target_match() -> None:
     rows = VerifiedRows([-1, 0, 1], [-1, 0, 0])
     walks = [rule("target-match").walk(rows, Deceived(), SeededRandom(seed)) for seed in range(200)]
     assert sum(walk.choices[0].token == 0 for walk in walks) < 3

@@ -32,12 +32,14 @@ def divided(form: str, pieces: list[str]) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize(("form", "text", "reasoning", "content"), CASES)
-def test_reasoning_and_content_of_a_whole_answer(form: str, text: str, reasoning: str, content: str) -> None:
+def test_a_whole_answer_is_divided_into_reasoning_and_content(
+    form: str, text: str, reasoning: str, content: str
+) -> None:
     assert divided(form, [text]) == (reasoning, content, int(CALL in text))
 
 
 @given(st.sampled_from(CASES), st.integers(1, 9))
-def test_pieces_of_any_length_give_the_same(case: tuple[str, str, str, str], length: int) -> None:
+def test_an_answer_in_pieces_of_any_length_is_divided_alike(case: tuple[str, str, str, str], length: int) -> None:
     form, text, reasoning, content = case
     pieces = [text[place : place + length] for place in range(0, len(text), length)]
     assert divided(form, pieces) == (reasoning, content, int(CALL in text))
@@ -47,5 +49,5 @@ def test_pieces_of_any_length_give_the_same(case: tuple[str, str, str, str], len
     ("prompt", "reasoning"),
     [("<user>x\n<think>\n", "opened"), ("<think>\n\n</think>\n\n", ""), ("<think>x</think> So?", "marked")],
 )
-def test_whether_an_answer_has_reasoning_follows_from_the_end_of_the_prompt(prompt: str, reasoning: str) -> None:
+def test_the_end_of_the_prompt_decides_whether_an_answer_has_reasoning(prompt: str, reasoning: str) -> None:
     assert reasoning_behind(prompt) == reasoning

@@ -86,7 +86,7 @@ def test_calls_and_content_of_a_whole_answer(form: str, text: str, expected: Rea
 
 @given(st.sampled_from(CASES), st.lists(st.integers(1, 9), max_size=60))
 @example(CASES[0], [1] * 60)
-def test_pieces_of_any_length_give_the_same(case: tuple[str, str, Read], lengths: list[int]) -> None:
+def test_an_answer_in_pieces_of_any_length_has_the_same_calls(case: tuple[str, str, Read], lengths: list[int]) -> None:
     form, text, _ = case
     whole, reader, pieces, place = CallReader(FORMATS[form], NAMES), CallReader(FORMATS[form], NAMES), [], 0
     for length in lengths:
@@ -97,14 +97,14 @@ def test_pieces_of_any_length_give_the_same(case: tuple[str, str, Read], lengths
 
 
 @given(st.text(alphabet='<tool_cal>{}[]":, \nnametie/TOOL_CALLS\\', max_size=80), st.sampled_from([*FORMATS]))
-def test_no_answer_loses_anything_but_what_is_around_calls(text: str, form: str) -> None:
+def test_an_answer_without_calls_keeps_its_whole_text(text: str, form: str) -> None:
     reader = CallReader(FORMATS[form], NAMES)
     content, calls = joined([*reader.read(text), *reader.finish()])
     if not calls:
         assert content == text
 
 
-def test_arguments_come_before_the_call_is_complete() -> None:
+def test_arguments_are_emitted_before_the_call_is_complete() -> None:
     reader = CallReader(FORMATS["hermes"], NAMES)
     assert reader.read('<tool_call>\n{"name": "time", "arg') == [CallPiece("", 0, "time")]
     assert reader.read('uments": {"zone": "a') == [CallPiece('{"zone": "a', 0)]

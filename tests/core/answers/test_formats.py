@@ -62,7 +62,7 @@ def answer(form: str, tools: Tools, seed: int) -> str:
         ({"name": "time"}, {"time"}),
     ],
 )
-def test_an_answer_that_has_to_be_calls_is_nothing_else(form: str, chosen: dict[str, Any], names: set[str]) -> None:
+def test_an_answer_that_must_be_calls_has_no_other_content(form: str, chosen: dict[str, Any], names: set[str]) -> None:
     tools, counts = Tools(TOOLS, **chosen), set()
     for seed in range(6):
         reader = CallReader(FORMATS[form], ("weather", "time", "stop"))
@@ -92,7 +92,7 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     assert grammar.text.startswith('start: call\ncall: <[7]> "\\n" function "\\n" <[8]>\n')
 
 
-def test_a_call_s_number_comes_before_its_arguments_where_the_model_has_a_token_for_it() -> None:
+def test_a_calls_number_precedes_its_arguments_where_the_model_has_a_token_for_it() -> None:
     ids = {"[TOOL_CALLS]": 5, "[CALL_ID]": 6, "[ARGS]": 7}
     grammar = calls_grammar(FORMATS["mistral11"], Tools(TOOLS, name="time"), ids.get)
     assert grammar.text.startswith("start: call\ncall: <[5]> function \nfunction: f0\n")
@@ -132,7 +132,7 @@ def test_the_form_follows_from_the_template() -> None:
         ("[3]", r"tools\[0\]"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(text: str, problem: str) -> None:
+def test_malformed_tools_are_refused_by_name(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         read_tools(text, JsonBounds(), name="b")
 
@@ -147,6 +147,6 @@ def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
 @pytest.mark.parametrize(
     "text", ["{", "3", "[3]", "[{}]", '[{"function": {"name": 3}}]', '[{"function": {"name": "a", "arguments": "["}}]']
 )
-def test_what_are_no_calls_is_refused_by_name(text: str) -> None:
+def test_malformed_calls_are_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[2\].tool_calls"):
         read_calls("messages[2].tool_calls", text, JsonBounds())

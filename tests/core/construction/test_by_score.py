@@ -27,7 +27,7 @@ def trees(vocabulary: int, depth: int, size: int) -> Iterator[frozenset[Path]]:
 
 @pytest.mark.parametrize("construction", [BestFirst(), OptTree(threshold=0.0)], ids=lambda each: each.name)
 @pytest.mark.parametrize("seed", range(6))
-def test_the_sum_of_path_products_is_the_best_of_all_trees_of_that_size(construction: BestFirst, seed: int) -> None:
+def test_the_sum_of_path_scores_is_the_largest_of_all_trees_of_its_size(construction: BestFirst, seed: int) -> None:
     for size in range(1, 5):
         draft = Draft(3, seed, spread=0.7)  # no path below what is never worth a node
         found = draft.grown(construction, TreeTerms(Plan(depth=3, width=3, nodes=size)))

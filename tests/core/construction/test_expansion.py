@@ -35,7 +35,7 @@ def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
     assert len(candidates(logits + noise).tokens) == 5
 
 
-def test_a_row_without_a_possible_token_gives_no_edges_and_teaches_nothing() -> None:
+def test_a_row_without_a_possible_token_gives_no_edges_and_changes_no_fit() -> None:
     fit, row, hint = DrafterFits(), candidates(np.full(500, -np.inf, np.float32)), Hint(7, 3)
     assert fit.edges(row, 4, None) == fit.edges(row, 4, hint) == []
     assert max(fit.rescore(row, (7, 8), hint)) < math.log(LOWEST_SCORE)
@@ -43,7 +43,7 @@ def test_a_row_without_a_possible_token_gives_no_edges_and_teaches_nothing() -> 
     assert (fit.compared, fit.scale.scale) == (0, ScaleFit().scale)
 
 
-def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:
+def test_the_noise_scale_grows_with_wrong_drafts_and_shrinks_with_right_ones() -> None:
     generator = np.random.default_rng(1)
     good, bad = ScaleFit(), ScaleFit()
     for position in range(300):
@@ -84,7 +84,7 @@ def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -
     return tree
 
 
-def test_growth_obeys_depth_width_and_price() -> None:
+def test_growth_obeys_depth_width_and_min_path_score() -> None:
     plan = Plan(depth=3, width=2, nodes=100)
     tree = grown(plan, 12)
     nodes = [node for _, node in tree.best_first(depth=100, width=100)]
@@ -96,7 +96,7 @@ def test_growth_obeys_depth_width_and_price() -> None:
     assert frontier(TokenTree([1]), Plan(depth=0), 0.0, 4) == []
 
 
-def test_unless_it_goes_ahead_growth_stops_at_what_a_step_can_hold() -> None:
+def test_a_tree_that_is_not_drafted_ahead_stops_growing_at_the_size_of_a_step() -> None:
     held = grown(Plan(depth=20, width=2, nodes=6), 60)
     free = grown(Plan(depth=20, width=2, nodes=6), 60, ahead=True)
     assert held.size < free.size
@@ -110,7 +110,7 @@ costs = st.lists(st.floats(1e-3, 5e-2), min_size=6, max_size=6).map(
 
 
 @given(st.lists(st.floats(1e-3, 1.0), max_size=24), st.integers(1, 8), costs)
-def test_the_budget_is_the_best_of_all(scores: list[float], sessions: int, cost: CostModel) -> None:
+def test_the_node_budget_maximizes_goodput(scores: list[float], sessions: int, cost: CostModel) -> None:
     ranked = sorted(scores, reverse=True)
     budget = choose_budget(ranked, sessions, sessions, cost)
 
@@ -121,7 +121,7 @@ def test_the_budget_is_the_best_of_all(scores: list[float], sessions: int, cost:
     assert 0.0 <= budget.price <= 1.0
 
 
-def test_the_cost_never_falls_with_more_tokens_and_follows_what_steps_take() -> None:
+def test_the_cost_never_falls_with_more_tokens_and_follows_measured_steps() -> None:
     cost = CostModel([(1, 0.010), (8, 0.009), (16, 0.020)])
     assert cost.seconds(1) == cost.seconds(8) == pytest.approx(0.010)
     assert cost.seconds(12) == pytest.approx(0.015)
@@ -168,7 +168,7 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     st.floats(5e-3, 5e-2),
 )
 @example([(0.0078, 1.0), (0.0078, 0.5), (0.0195, 0.5), (0.0195, 0.5), (0.0078, 1.0)], 0.039)
-def test_the_wait_is_the_best_of_all(pattern: list[tuple[float, float]], seconds: float) -> None:
+def test_the_wait_maximizes_the_rate_of_tokens(pattern: list[tuple[float, float]], seconds: float) -> None:
     delays, gains = [delay for delay, _ in pattern], [gain for _, gain in pattern]
     waited = replay(delays, gains, seconds)
     rates = {
@@ -194,7 +194,7 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
     assert sum(waits[100:]) <= 5
 
 
-def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
+def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
     arrivals = Arrivals(ArrivalPatterns.unknown())
     for now in range(1, HoldTrials.FIRST + 1):
         arrivals.restart(float(now), 1.0)
@@ -203,7 +203,7 @@ def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
         assert hold_seconds([arrivals], now + 0.6, 0.02, 3.0 / 0.02) == 0.0
 
 
-def test_the_first_delta_after_a_subscription_teaches_nothing_of_later_ones() -> None:
+def test_the_first_delta_of_a_subscription_does_not_count_for_later_delays() -> None:
     arrivals = Arrivals(ArrivalPatterns.unknown())
     arrivals.restart(0.0, 1.0)
     arrivals.start()
@@ -214,7 +214,7 @@ def test_the_first_delta_after_a_subscription_teaches_nothing_of_later_ones() ->
     assert hold_seconds([arrivals], 7.0, 0.02, 1.0 / 0.02) == pytest.approx(0.01)
 
 
-def test_a_level_s_gain_is_what_usual_children_add_beyond_their_price() -> None:
+def test_a_levels_gain_is_the_score_that_usual_children_add_above_the_threshold() -> None:
     fits = DrafterFits()
     row = candidates(np.array([3.0, 2.0, 0.0, -9.0]))
     for _ in range(400):
@@ -225,7 +225,7 @@ def test_a_level_s_gain_is_what_usual_children_add_beyond_their_price() -> None:
     assert fits.gain(scores, 2, 1.0) == 0.0
 
 
-def test_what_one_session_gains_all_others_wait_for() -> None:
+def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
     """A wait that pays for a session alone does not pay when others stand by, and pays again when they gain as well."""
 
     def taught(gain: float) -> Arrivals:
@@ -242,7 +242,7 @@ def test_what_one_session_gains_all_others_wait_for() -> None:
     assert pays([taught(0.8) for _ in range(8)], 50.0, 8.0 / 0.03)
 
 
-def test_deltas_that_no_longer_come_are_no_longer_waited_for() -> None:
+def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
     patterns = ArrivalPatterns.unknown()
     arrivals = Arrivals(patterns)
     arrivals.arrived(0.0, 1.0, passing=False)

@@ -45,7 +45,7 @@ def test_a_tree_keeps_to_its_plan_and_has_parents_before_children(
 
 
 @every
-def test_a_tree_that_is_complete_stays_as_it_is(name: str) -> None:
+def test_a_complete_tree_stays_unchanged(name: str) -> None:
     draft, tree = Draft(7, 5), TokenTree([1])
     terms = TreeTerms(Plan(depth=4, width=3, nodes=9), limit=4, rates=(0.6, 0.2, 0.1))
     paths = draft.grown(construction_of(name), terms, tree)
@@ -65,7 +65,7 @@ def test_a_name_that_does_not_exist_is_refused_with_the_names_that_do() -> None:
         DrafterConfig(model=".", tree="bonsai")
 
 
-def test_where_values_must_not_decide_the_shape_sequoia_s_stands_in() -> None:
+def test_sequoia_replaces_constructions_whose_shape_depends_on_values() -> None:
     assert [static_construction_of(name).name for name in CONSTRUCTIONS] == ["sequoia"] * 3 + [
         "chain",
         "k-ary",

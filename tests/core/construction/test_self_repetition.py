@@ -36,7 +36,9 @@ def test_the_longest_and_latest_repetition_is_found(first: list[int], more: list
 
 
 @given(TEXTS, TEXTS, TEXTS, st.integers(1, 9))
-def test_what_another_text_begins_with_is_kept(first: list[int], gone: list[int], more: list[int], most: int) -> None:
+def test_repetitions_in_a_prefix_shared_with_another_text_are_kept(
+    first: list[int], gone: list[int], more: list[int], most: int
+) -> None:
     """The same repetitions are found as if all of it were read anew."""
     repeats, other = Repeats(first + gone), first + more
     repeats.keep(other)
@@ -51,11 +53,11 @@ def test_a_long_text_whose_end_alone_changes_is_not_read_again() -> None:
     assert repeats.length == 9_990
 
 
-def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
+def test_a_loop_is_repeated_up_to_the_requested_length() -> None:
     assert Repeats([7, 1, 2, 3, 1, 2, 3]).find(8) == Repeat(3, [1, 2, 3, 1, 2, 3, 1, 2])
 
 
-def test_a_repetition_that_beats_the_model_is_trusted_and_one_that_does_not_is_not() -> None:
+def test_a_repetition_is_trusted_only_if_it_beats_the_model() -> None:
     row = candidates(np.array([4.0, 1.0, 0.0, 0.0]))
     hint = Hint(1, 6)
     right, wrong = DrafterFits(), DrafterFits()
@@ -68,7 +70,7 @@ def test_a_repetition_that_beats_the_model_is_trusted_and_one_that_does_not_is_n
     assert max(dict(wrong.edges(row, 4, hint)).items(), key=lambda item: item[1])[0] == 0
 
 
-def test_a_model_that_is_sure_of_what_is_wrong_is_overruled_and_proposes_on() -> None:
+def test_a_model_that_is_confidently_wrong_is_overruled_and_keeps_proposing() -> None:
     """Its scores are as far apart as at a low temperature; then a row comes in which they are not."""
     fits, hint = DrafterFits(), Hint(1, 6)
     for _ in range(4000):

@@ -74,7 +74,7 @@ def levels_of(shape: Shape, depth: int = 1) -> list[int]:
 
 
 @given(falling, st.floats(0.0, 1.0))
-def test_a_level_s_price_makes_the_shape_shallower_and_keeps_it_the_best(rates: list[float], price: float) -> None:
+def test_a_cost_per_level_makes_the_best_shape_shallower(rates: list[float], price: float) -> None:
     terms = TreeTerms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_price=price)
     shape = Sequoia().shape(terms)
     worth = expected_tokens(shape, rates) - price * depth_of(shape)
@@ -84,7 +84,7 @@ def test_a_level_s_price_makes_the_shape_shallower_and_keeps_it_the_best(rates: 
 
 
 @pytest.mark.parametrize("level_s", [0.0, 0.002, 0.02])
-def test_the_shape_that_is_worth_most_is_the_best_of_all_by_tokens_over_time(level_s: float) -> None:
+def test_the_chosen_shape_has_the_most_tokens_per_second_of_all(level_s: float) -> None:
     """Sequoia (Chen et al., arXiv 2402.12374), section 4.3: the hardware-aware optimizer, over sizes and depths."""
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5]):
         for step in (0.0, 0.004):
@@ -105,5 +105,5 @@ def test_the_shape_that_is_worth_most_is_the_best_of_all_by_tokens_over_time(lev
             assert max(map(goodput, candidates)) == pytest.approx(max(map(goodput, shapes(2, 3, 5))))
 
 
-def test_of_several_depths_that_are_worth_the_same_the_shallowest_counts() -> None:
+def test_the_shallowest_of_equally_good_depths_is_chosen() -> None:
     assert priced_shape([0.5], lambda *_: 0.0, nodes=4, depth=4) == ()

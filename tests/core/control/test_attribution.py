@@ -18,13 +18,13 @@ def detached(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_drafter_that_never_helps_is_detached_and_not_before_it_had_its_chance(seed: int) -> None:
+def test_a_drafter_that_never_helps_is_detached_after_its_trial(seed: int) -> None:
     assert detached(CreditTracker(), {"a": 0.5, "b": 0.0}, STEPS - 1, seed) == []
     assert set(detached(CreditTracker(), {"a": 0.5, "b": 0.0}, 3 * STEPS, seed)) == {"b"}
     assert detached(CreditTracker(), {"a": 0.5, "b": 0.4}, 20 * STEPS, seed) == []
 
 
-def test_of_two_drafters_that_propose_the_same_one_stays() -> None:
+def test_one_of_two_drafters_with_equal_proposals_stays() -> None:
     tracker = CreditTracker()
     (gone, *_) = detached(tracker, {"a": 0.0, "b": 0.0}, STEPS)
     assert gone in ("a", "b")
@@ -32,7 +32,7 @@ def test_of_two_drafters_that_propose_the_same_one_stays() -> None:
     assert detached(tracker, {other: 1.5}, 10 * STEPS) == []  # what was both's is now its own, and it is alone anyway
 
 
-def test_a_drafter_that_comes_later_is_judged_from_its_own_first_step() -> None:
+def test_a_late_drafter_is_judged_from_its_own_first_step() -> None:
     tracker = CreditTracker()
     detached(tracker, {"a": 0.5, "b": 0.4}, 10 * STEPS)
     assert detached(tracker, {"a": 0.5, "b": 0.4, "c": 0.0}, STEPS - 1) == []

@@ -21,11 +21,11 @@ def deviation(chance: float) -> float:
     return math.sqrt(SQUARES * chance * (1 - chance)) / (SEEN * chance + PRIOR)
 
 
-def test_nothing_is_corrected_before_anything_is_known() -> None:
+def test_an_unobserved_drafter_is_not_corrected() -> None:
     assert [Calibration().corrected(claim) for claim in (0.0, -0.5, -7.0)] == [0.0, -0.5, -7.0]
 
 
-def test_a_drafter_whose_claims_are_right_is_not_corrected() -> None:
+def test_a_calibrated_drafter_is_not_corrected() -> None:
     random = np.random.default_rng(1)
     calibration = Calibration()
     for claim in random.choice([-0.05, -0.7, -2.5], 3000):
@@ -34,7 +34,7 @@ def test_a_drafter_whose_claims_are_right_is_not_corrected() -> None:
         assert calibration.corrected(claim) == pytest.approx(claim, abs=3 * deviation(math.exp(claim)))
 
 
-def test_a_boastful_drafter_comes_to_count_for_what_it_brings() -> None:
+def test_an_overconfident_drafter_is_corrected_to_its_acceptance_rate() -> None:
     random = np.random.default_rng(2)
     calibration = Calibration()
     for _ in range(2000):
@@ -51,7 +51,7 @@ def test_a_modest_drafter_is_raised_and_never_above_certainty() -> None:
     assert -2.5 < calibration.corrected(-2.5) <= 0.0
 
 
-def test_what_never_comes_true_keeps_a_little_of_its_score() -> None:
+def test_a_score_that_never_comes_true_keeps_a_minimum_factor() -> None:
     calibration = Calibration()
     for _ in range(5000):
         calibration.observe(-0.05, False)

@@ -12,7 +12,7 @@ from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
 SWEEP = [(1, 0.010), (8, 0.011), (64, 0.067)]  # a millisecond for each row above eight
 
 
-def test_a_pass_that_is_larger_than_all_that_were_measured_goes_on_with_the_last_slope() -> None:
+def test_a_pass_larger_than_all_measured_ones_continues_the_last_slope() -> None:
     cost = CostModel(SWEEP)
     assert cost.seconds(64) == pytest.approx(0.067)
     assert cost.seconds(128) == pytest.approx(0.131)
@@ -20,7 +20,7 @@ def test_a_pass_that_is_larger_than_all_that_were_measured_goes_on_with_the_last
 
 
 @pytest.mark.parametrize("deviation", [0.1, 0.7])
-def test_noise_of_the_sizes_that_passes_have_does_not_carry_the_others_away(deviation: float) -> None:
+def test_noise_in_frequent_sizes_does_not_move_the_estimates_of_others(deviation: float) -> None:
     """Half an hour of plain decoding with one session and two."""
     cost, chance = CostModel(SWEEP), random.Random(2)
     true = [CostModel(SWEEP).seconds(tokens) for tokens in (1, 2)]
@@ -31,7 +31,7 @@ def test_noise_of_the_sizes_that_passes_have_does_not_carry_the_others_away(devi
     assert cost.seconds(64) == pytest.approx(0.067 * level, rel=0.35)
 
 
-def test_what_the_sweep_had_wrong_about_a_rare_size_is_learned_and_kept() -> None:
+def test_a_wrong_sweep_value_of_a_rare_size_is_corrected_and_kept() -> None:
     cost = CostModel(SWEEP)
     for step in range(20_000):
         cost.observe(*((64, 0.1) if step % 100 == 0 else (1, 0.01)))
@@ -46,7 +46,7 @@ def test_a_slower_machine_is_slower_at_every_size() -> None:
     assert [seconds for _, seconds in cost.points()] == pytest.approx([0.02, 0.022, 0.134], rel=0.05)
 
 
-def test_larger_passes_are_learned_from_and_leave_the_others_alone() -> None:
+def test_larger_passes_are_learned_without_changing_other_sizes() -> None:
     cost = CostModel(SWEEP)
     for _ in range(200):
         cost.observe(320, 0.067 + 0.0005 * 256)
@@ -64,7 +64,7 @@ def test_the_time_outside_the_pass_is_fitted_by_sessions() -> None:
         assert cost.overhead(sessions) == pytest.approx(0.0004 + 0.0001 * sessions, rel=0.02)
 
 
-def test_a_stall_outside_the_pass_counts_as_twice_what_was_expected() -> None:
+def test_a_stall_outside_the_pass_counts_as_twice_the_expected_overhead() -> None:
     cost = CostModel(SWEEP)
     cost.observe_overhead(1, 60.0)
     assert cost.overhead(1) < 2 * OVERHEAD_S

@@ -47,7 +47,7 @@ def test_an_empty_budget_recovers_with_time() -> None:
     assert recovery.recovered(budget)
 
 
-def test_whenever_it_is_empty_again_before_it_was_full_twice_as_much_must_be_back() -> None:
+def test_a_budget_that_empties_again_before_it_was_full_must_recover_twice_as_far() -> None:
     budget, recovery, of_another_load = DelayBudget(), Recovery(), Recovery()
 
     def recovers_at(level: float) -> bool:

@@ -108,7 +108,7 @@ def observed() -> dict[str, Any]:
     return locals()
 
 
-def test_every_number_has_a_unit_in_its_name_or_is_a_count_or_a_share() -> None:
+def test_every_estimate_has_a_unit_in_its_name_or_is_a_count_or_a_share() -> None:
     made = observed()
     shown = {
         name: made[name].estimates()
@@ -120,7 +120,7 @@ def test_every_number_has_a_unit_in_its_name_or_is_a_count_or_a_share() -> None:
     assert not [name for name in names if not name.endswith(UNITS)]
 
 
-def test_what_is_shown_is_what_decides() -> None:
+def test_the_estimates_shown_are_those_that_decide() -> None:
     made = observed()
     assert made["goodput"].estimates()["depth"] == made["goodput"].plan().depth
     assert made["goodput"].estimates()["tokens_per_step"] == pytest.approx(2.5, abs=0.5)
@@ -150,7 +150,7 @@ def test_every_policy_shows_its_depth(name: str) -> None:
     assert policy.estimates()["depth"] == policy.plan().depth
 
 
-def test_nothing_is_known_of_patterns_at_first() -> None:
+def test_arrival_patterns_begin_empty() -> None:
     assert ArrivalPatterns.unknown().estimates() == {
         "fresh": [],
         "kept": [],

@@ -67,7 +67,7 @@ class Cluster:
         return self.gamma.plan()
 
 
-def test_it_drafts_as_deep_as_acceptance_and_levels_make_worth_while() -> None:
+def test_goodput_drafts_as_deep_as_acceptance_and_level_cost_justify() -> None:
     sure, unsure = (Cluster(Goodput(CEILINGS), rate=rate).run(20).depth for rate in (0.95, 0.4))
     assert sure >= 10
     assert 1 <= unsure <= 4
@@ -77,7 +77,7 @@ def test_it_drafts_as_deep_as_acceptance_and_levels_make_worth_while() -> None:
 
 
 @given(st.integers(0, 2**32), st.floats(0.0, 1.0))
-def test_plans_change_less_than_once_a_second_and_versions_rise(seed: int, rate: float) -> None:
+def test_plans_change_less_than_once_a_second_and_their_versions_rise(seed: int, rate: float) -> None:
     cluster = Cluster(Goodput(CEILINGS), rate=rate)
     cluster.rng = random.Random(seed)
     for _ in range(3):
@@ -90,14 +90,14 @@ def test_plans_change_less_than_once_a_second_and_versions_rise(seed: int, rate:
     assert all(plan.depth <= CEILINGS.depth and plan.nodes <= CEILINGS.nodes for _, plan in changes)
 
 
-def test_steps_while_drafters_rest_teach_nothing() -> None:
+def test_steps_while_drafters_rest_change_no_estimate() -> None:
     cluster = Cluster(Goodput(CEILINGS), rate=0.8)
     before = cluster.run(20), cluster.gamma.estimates()
     cluster.resting = True
     assert (cluster.run(20), cluster.gamma.estimates()) == before
 
 
-def test_a_new_session_begins_where_the_others_are() -> None:
+def test_a_new_session_begins_at_the_depth_of_other_sessions() -> None:
     priors = AcceptancePriors()
     known = Cluster(Goodput(CEILINGS, priors), rate=0.3).run(20)
     assert abs(Goodput(CEILINGS, priors).plan().depth - known.depth) <= 1
@@ -105,7 +105,7 @@ def test_a_new_session_begins_where_the_others_are() -> None:
 
 
 @given(chances, st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.floats(0.0, 0.02), st.floats(0.0, 0.1), st.floats(0, 64))
-def test_the_best_depth_is_the_fastest_of_all(
+def test_the_best_depth_is_the_fastest_of_all_depths(
     reach: list[float], step: float, first: float, level: float, hidden: float, others: float
 ) -> None:
     here = GoodputInputs(step, first, level, hidden, others)
@@ -114,7 +114,7 @@ def test_the_best_depth_is_the_fastest_of_all(
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.95])
-def test_chances_by_depth_are_what_was_seen(rate: float) -> None:
+def test_chances_by_depth_match_the_observed_acceptance(rate: float) -> None:
     rng = random.Random(3)
     counts = AcceptanceCounts()
     acceptance = Acceptance(counts)
@@ -141,7 +141,7 @@ def test_a_rank_that_is_rarely_committed_is_left_out_of_the_width() -> None:
     assert Acceptance(AcceptanceCounts()).width(0.98) == 16  # nothing is known: all that may be
 
 
-def test_a_step_whose_time_is_the_prompt_s_teaches_nothing() -> None:
+def test_a_step_spent_on_a_prompt_changes_no_estimate() -> None:
     gamma = Goodput(CEILINGS)
     before = gamma.plan()
     for _ in range(100):

@@ -47,7 +47,7 @@ def test_the_faster_mode_is_found(sessions: int) -> None:
     assert plant.over_plain(60.0) > 1.6
 
 
-def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
+def test_drafting_ahead_is_tried_first_when_turns_stop_paying() -> None:
     """As when the link to a drafter becomes long."""
     plant = Plant(
         1, lambda arm, now: 1.0 if not arm.denominator else 1.6 if (arm.mode is TURNS) is (now < 20.0) else 0.7
@@ -59,7 +59,7 @@ def test_where_turns_no_longer_pay_drafting_ahead_is_tried_first() -> None:
     assert plant.run(20.0).over_plain(40.0) > 1.4
 
 
-def test_turns_that_stopped_after_the_losses_of_a_trial_are_tried_first() -> None:
+def test_turns_stopped_by_the_losses_of_a_trial_are_tried_first() -> None:
     """Drafting ahead empties the budget at its first trial, and for a second after it turns lose, too."""
     trial_s = 0.0
 
@@ -78,7 +78,7 @@ def test_turns_that_stopped_after_the_losses_of_a_trial_are_tried_first() -> Non
 
 
 @pytest.mark.parametrize("sent", [12.0, 1.0])
-def test_a_slow_step_ends_turns_only_if_what_drafters_had_sent_does_not_make_up_for_it(sent: float) -> None:
+def test_a_slow_step_ends_turns_unless_pending_drafts_make_up_for_it(sent: float) -> None:
     plant = Plant(1, in_proportion(0.5), noise=0.0).run(2.0)
     governor = plant.governor
     assert governor.arm == Arm(TURNS, 1)
@@ -99,7 +99,7 @@ def test_a_slow_step_ends_turns_only_if_what_drafters_had_sent_does_not_make_up_
 
 
 @pytest.mark.parametrize("name", ["rest", "turns", "ahead", "turns 1/8", "ahead 1/2"])
-def test_a_pinned_arm_stays_whatever_it_costs(name: str) -> None:
+def test_a_pinned_arm_stays_at_any_cost(name: str) -> None:
     arm = Arm.parse(name)
     assert str(arm) == name
     plant = Plant(8, in_proportion(-0.5), pinned=arm).run(30.0)
@@ -115,7 +115,7 @@ def test_a_share_is_kept_where_more_would_not_pay() -> None:
     assert plant.worst_window() > WORST
 
 
-def test_what_stops_paying_is_left_at_once_and_what_begins_to_pay_is_found_again() -> None:
+def test_an_arm_that_stops_paying_is_left_at_once_and_found_again_when_it_pays() -> None:
     plant = Plant(4, lambda arm, now: 1.6 if now < 30.0 or now > 60.0 else 0.6, seed=3).run(40.0)
     assert plant.over_plain(20.0, 30.0) > 1.4
     assert plant.over_plain(30.0, 40.0) > WORST
@@ -123,7 +123,7 @@ def test_what_stops_paying_is_left_at_once_and_what_begins_to_pay_is_found_again
     assert plant.over_plain(110.0) > 1.4
 
 
-def test_ways_that_are_equally_fast_are_not_exchanged_for_one_another() -> None:
+def test_equally_fast_arms_are_not_exchanged() -> None:
     switches = [Plant(8, in_proportion(0.0), seed=seed).run(60.0).governor.switches for seed in range(8)]
     assert sum(switches) < 16  # in eight minutes
 
@@ -135,7 +135,7 @@ def test_a_machine_that_drifts_does_not_mislead(seed: int) -> None:
     assert plant.governor.switches < 60.0 / 5.0
 
 
-def test_an_arm_that_pays_a_little_is_found_in_noise_and_outlives_the_trials_of_others() -> None:
+def test_an_arm_with_a_small_gain_is_found_in_noise_and_survives_trials_of_others() -> None:
     """Four sessions, as they were measured: a quarter of them brings nothing, and drafting ahead loses."""
     gains = {"turns": {4: -0.01, 2: 0.07, 1: 0.16}, "ahead": {4: -0.04, 2: -0.1, 1: -0.15}}
 
@@ -146,13 +146,13 @@ def test_an_arm_that_pays_a_little_is_found_in_noise_and_outlives_the_trials_of_
     assert mean(plant.share_of_time(60.0, Arm(TURNS, 1)) for plant in plants) > 0.4
 
 
-def test_drafters_that_read_much_are_charged_for_it() -> None:
+def test_drafters_are_charged_for_their_prefill() -> None:
     """A second of reading in all, of which the budget allows an eighth at once."""
     plant = Plant(16, in_proportion(-0.3), seed=1, reading_s=0.06).run(60.0)
     assert plant.worst_window() > WORST - 0.01
 
 
-def test_a_load_of_which_nothing_is_known_begins_with_what_is_usual_nearby_and_is_judged_by_itself() -> None:
+def test_an_unknown_load_begins_with_the_usual_arm_of_its_neighbours() -> None:
     plant = Plant(4, in_proportion(1.0, ahead=0.3), seed=1).run(40.0)
     usual = plant.governor.estimates()["loads"][0]["usual"]
     assert usual == "turns"
@@ -162,7 +162,7 @@ def test_a_load_of_which_nothing_is_known_begins_with_what_is_usual_nearby_and_i
     assert governor.estimates()["loads"][-1]["usual"] == str(PLAIN)
 
 
-def test_other_drafters_are_tried_soon() -> None:
+def test_new_drafters_are_tried_soon() -> None:
     plant = Plant(8, in_proportion(-0.4), seed=5).run(120.0)
     before = plant.share_of_time(100.0)
     plant.speedup = in_proportion(1.0)

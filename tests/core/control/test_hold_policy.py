@@ -57,7 +57,7 @@ def test_no_step_is_held_while_drafters_draft_ahead() -> None:
     assert hold(held(OverlapMode.AHEAD)) == 0.0
 
 
-def test_a_delta_that_always_comes_in_time_is_waited_for_a_quarter_longer() -> None:
+def test_a_punctual_delta_is_waited_for_a_quarter_longer_than_its_delay() -> None:
     assert hold(held()) == pytest.approx(1.25 * DELAY_S, rel=0.02)
 
 
@@ -78,7 +78,7 @@ def begins(delay: float, *, resting: bool = False) -> Held:
     return session
 
 
-def test_a_drafter_that_reads_the_text_is_awaited_when_what_is_left_is_less_than_a_step() -> None:
+def test_a_drafter_in_prefill_is_awaited_when_less_than_a_step_is_left() -> None:
     step, rate = BUDGET.seconds, 2.0 / BUDGET.seconds
     assert hold(begins(0.25 * step), rate) > 0.25 * step
     slow = begins(3.0 * step)

@@ -22,7 +22,7 @@ def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
     return trial
 
 
-def test_blocks_alternate_so_that_each_way_is_first_as_often_as_second() -> None:
+def test_trial_blocks_alternate_which_arm_comes_first() -> None:
     order: list[bool] = []
 
     def speed(challenged: bool, now: float) -> float:
@@ -53,7 +53,7 @@ def test_the_interval_of_95_percent_holds_93_to_97_percent_of_the_time(pairs: in
     assert 0.93 <= held / runs <= 0.97
 
 
-def test_there_is_no_interval_before_the_second_pair_and_earlier_trials_count_half() -> None:
+def test_an_interval_needs_two_pairs_and_earlier_trials_count_half() -> None:
     difference = PairedDifference()
     difference.observe(0.1)
     assert (difference.low, difference.high) == (-math.inf, math.inf)
@@ -66,7 +66,7 @@ def test_there_is_no_interval_before_the_second_pair_and_earlier_trials_count_ha
     assert (turned.mean, turned.low, turned.high) == (-again.mean, -again.high, -again.low)
 
 
-def test_a_pair_that_something_disturbed_begins_again_with_the_same_way() -> None:
+def test_a_disturbed_pair_begins_again_with_its_first_arm() -> None:
     trial = PairedTrial(PairedDifference())
     for _ in range(STEPS + 2):
         trial.observe(1.0, 1, 1.0)

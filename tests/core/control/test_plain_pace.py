@@ -24,7 +24,7 @@ def test_work_takes_as_many_plain_steps_as_it_has_tokens_for_each_session() -> N
     assert pace.seconds(step(0, 0, 16)) == pytest.approx(0.025 + OVERHEAD_S)
 
 
-def test_only_plain_steps_are_learned_from_and_other_loads_begin_with_what_they_show() -> None:
+def test_only_plain_steps_count_for_the_plain_pace_and_other_loads_begin_with_it() -> None:
     pace = PlainPace(SWEEP)
     for _ in range(2000):
         pace.observe(step(4), 2 * (0.013 + OVERHEAD_S), plain=True)
@@ -43,9 +43,7 @@ def test_a_stall_counts_as_a_step_of_twice_the_time() -> None:
 
 
 @pytest.mark.parametrize(("every", "reads"), [(10, (0, 20, 40)), (1, (20, 40))])
-def test_reading_that_costs_less_than_the_sweep_promises_is_told_from_decoding(
-    every: int, reads: tuple[int, ...]
-) -> None:
+def test_cheap_prefill_is_told_apart_from_decoding(every: int, reads: tuple[int, ...]) -> None:
     """As on a server whose prompts are read in every tenth step, or in every step."""
 
     def truth(read: int) -> float:
@@ -85,7 +83,7 @@ def test_a_step_after_a_pause_does_not_make_its_time_certain() -> None:
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.2])
-def test_the_bound_holds_as_often_as_it_should(deviation: float) -> None:
+def test_the_lower_bound_holds_at_its_stated_rate(deviation: float) -> None:
     """The true time is below the lower bound in 2.5 % of all cases; at most 4 % are tolerated."""
     truth, below, draws = 0.010 + OVERHEAD_S, 0, random.Random(1)
     for _ in range(1000):
@@ -96,7 +94,7 @@ def test_the_bound_holds_as_often_as_it_should(deviation: float) -> None:
     assert below < 40
 
 
-def test_what_is_old_fades_with_time_and_not_only_with_steps() -> None:
+def test_old_observations_fade_with_time_and_not_only_with_steps() -> None:
     slow, pace = 2 * (0.010 + OVERHEAD_S), PlainPace(SWEEP)
     for _ in range(200):
         pace.observe(step(1), 0.010 + OVERHEAD_S, plain=True)

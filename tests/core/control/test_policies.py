@@ -31,7 +31,7 @@ def _run(gamma: GammaPolicy, rate: float, steps: int, rng: random.Random) -> lis
     return plans
 
 
-def test_ema_goes_down_when_nothing_is_accepted_and_recovers_when_all_is() -> None:
+def test_ema_falls_when_no_draft_is_accepted_and_recovers_when_all_are() -> None:
     gamma = AcceptanceEMA(CEILINGS)
     rng = random.Random(1)
     assert gamma.plan().depth == 12
@@ -61,7 +61,7 @@ def test_ema_keeps_a_depth_for_the_dwell() -> None:
     assert all(later - earlier >= 32 for earlier, later in pairwise(changed))
 
 
-def test_steps_that_verified_nothing_leave_the_ema_alone() -> None:
+def test_steps_without_verified_nodes_leave_the_ema_unchanged() -> None:
     gamma = AcceptanceEMA(CEILINGS)
     for _ in range(500):
         gamma.observe(StepReport(verified=0, accepted=0))
@@ -69,7 +69,7 @@ def test_steps_that_verified_nothing_leave_the_ema_alone() -> None:
 
 
 @given(st.sampled_from(sorted(POLICIES)), st.integers(0, 64), st.lists(reports, max_size=200))
-def test_every_policy_stays_within_its_ceilings_and_counts_changes(
+def test_every_policy_stays_within_its_ceilings_and_counts_its_changes(
     name: str, depth: int, steps: list[StepReport]
 ) -> None:
     ceilings = Plan(depth=depth, width=3, nodes=24, wait_us=1000)
@@ -91,7 +91,7 @@ def test_no_depth_or_no_nodes_is_no_speculation() -> None:
         assert policy("ema", ceilings).plan().depth == 0
 
 
-def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(
         InvalidRequest, match="'best', must be one of ema, fixed, goodput, heuristic, off, rounds"
     ) as caught:

@@ -34,7 +34,7 @@ def trials(steps: np.ndarray[Any, Any], pairs: int) -> Iterator[PairedDifference
         yield trial.difference
 
 
-def test_the_intervals_hold_as_often_as_they_promise() -> None:
+def test_the_intervals_hold_at_their_stated_rate() -> None:
     with np.load(RECORDED) as recorded:
         for pairs in (MIN_PAIRS, 5, MAX_PAIRS):
             found = [it for name in recorded.files for it in trials(recorded[name].astype(float), pairs)]

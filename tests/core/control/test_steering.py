@@ -53,7 +53,7 @@ def modes(sessions: list[SteeredSession]) -> list[OverlapMode]:
     return [it.terms.overlap_mode for it in sessions]
 
 
-def test_a_share_of_the_sessions_is_drafted_for_and_stays_the_same() -> None:
+def test_a_share_of_the_sessions_is_drafted_for_and_keeps_its_members() -> None:
     sessions = [session() for _ in range(8)]
     steering, governor = steered(Arm(OverlapMode.AHEAD, 4), sessions)
     drafted = [it for it in sessions if it.terms.ahead]
@@ -76,7 +76,7 @@ def test_plans_that_decide_themselves_are_followed_and_are_no_part_of_the_share(
     assert governor.seen[-1][1].eligible == 1
 
 
-def test_the_governor_sees_what_representative_sessions_did() -> None:
+def test_the_governor_observes_only_representative_sessions() -> None:
     sessions = [session(), session(), session(representative=False), session(plan=OFF)]
     steering, governor = steered(Arm(OverlapMode.TURNS, 1), sessions)
     commits = [SessionTokens(it, tokens, 2.0) for it, tokens in zip(sessions, (4, 2, 100, 0), strict=True)][:3]
@@ -90,7 +90,7 @@ def test_the_governor_sees_what_representative_sessions_did() -> None:
     assert governor.seen[-1][0].representative is False
 
 
-def test_the_load_follows_a_crowd_at_once_and_a_few_sessions_smoothly() -> None:
+def test_the_load_follows_a_crowd_at_once_and_few_sessions_smoothly() -> None:
     sessions = [session(greedy=True) for _ in range(16)]
     steering, governor = steered(PLAIN, sessions)
 
@@ -124,7 +124,7 @@ def test_a_load_is_greedy_while_most_of_its_sessions_are() -> None:
     assert not kind(sampled, 100)
 
 
-def test_a_step_that_ends_the_last_session_is_of_the_same_load() -> None:
+def test_a_step_that_ends_the_last_session_keeps_its_load() -> None:
     one = session(greedy=True)
     steering, governor = steered(PLAIN, [one])
     for left in ([one], []):
@@ -141,7 +141,7 @@ def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
     assert sum(it.terms.time_price for it in drafted) == pytest.approx(80.0)
 
 
-def test_rates_are_reported_once_drafting_was_compared_with_plain_decoding() -> None:
+def test_rates_are_reported_after_drafting_was_compared_with_plain_decoding() -> None:
     one = session()
     steering = Steering(Governor(PlainPace(COST.points())), COST)
     steering.on_opened([one])

@@ -47,7 +47,7 @@ def test_three_tiers_are_settled_after_ten_windows() -> None:
         assert len(sets) <= windows <= len(sets) + 3
 
 
-def test_of_sets_that_are_alike_a_fast_one_is_chosen() -> None:
+def test_a_fast_set_is_chosen_among_similar_sets_of_tiers() -> None:
     sets = [frozenset(some) for size in (1, 2, 3) for some in combinations(range(3), size)]
     noise = random.Random(7)
     slow = {each: 40.0 for each in sets if 2 in each}
@@ -74,7 +74,7 @@ def test_greedy_generations_and_other_tiers_are_on_their_own() -> None:
     assert choice.wanted(UPPER, greedy=False) == UPPER
 
 
-def test_what_was_drafted_by_other_tiers_than_are_tried_teaches_nothing() -> None:
+def test_drafts_of_tiers_that_are_not_on_trial_do_not_count() -> None:
     choice = TierSwitch()
     assert choice.wanted(BOTH, greedy=False) == BOTH
     for _ in range(100):
@@ -90,7 +90,7 @@ def heat(choice: TierSwitch, speed: float, *, rested: bool = False) -> frozenset
     return now
 
 
-def test_a_set_without_which_plain_decoding_is_faster_ends_the_heats_if_another_one_pays() -> None:
+def test_a_set_slower_than_plain_decoding_ends_the_trials_if_another_set_pays() -> None:
     choice = TierSwitch()
     assert [heat(choice, speed) for speed in (40.0, 60.0)] == [{1, 2}, {1}]
     assert heat(choice, 30.0, rested=True) == THREE
@@ -100,7 +100,7 @@ def test_a_set_without_which_plain_decoding_is_faster_ends_the_heats_if_another_
     assert set(tried) == {frozenset(some) for size in (1, 2, 3) for some in combinations(range(3), size)}
 
 
-def test_where_none_pays_sets_with_another_first_tier_have_their_turn() -> None:
+def test_sets_with_another_first_tier_are_tried_when_none_pays() -> None:
     choice = TierSwitch()
     tried = []
     while not (choice.estimates() and choice.estimates()[0]["settled"]):
@@ -108,7 +108,7 @@ def test_where_none_pays_sets_with_another_first_tier_have_their_turn() -> None:
     assert tried[:3] == [{1, 2}, {0, 1, 2}, {2}]
 
 
-def test_a_rest_counts_while_a_set_is_tried() -> None:
+def test_plain_decoding_counts_while_a_set_is_tried() -> None:
     choice = TierSwitch()
     assert choice.long_rest_s(BOTH, greedy=False) == math.inf  # not asked for yet
     choice.wanted(BOTH, greedy=False)
@@ -132,7 +132,7 @@ def chain(
     return Delta(tree.root.position, tree.digest, first_id, **(terms | more))  # type: ignore[arg-type]
 
 
-def test_a_later_judgement_counts_be_it_lower_or_higher_and_an_older_one_does_not() -> None:
+def test_a_later_judgement_replaces_an_earlier_one_in_either_direction() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1))
     five = tree.root.children[5]
@@ -147,7 +147,7 @@ def test_a_later_judgement_counts_be_it_lower_or_higher_and_an_older_one_does_no
     tree.check_integrity()
 
 
-def test_of_two_drafters_judgements_the_larger_counts() -> None:
+def test_the_larger_judgement_of_two_drafters_counts() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5], 1, edge=-0.5))
     tree.graft(2, chain([5], 1, edge=-1.0))
@@ -161,7 +161,7 @@ def test_of_two_drafters_judgements_the_larger_counts() -> None:
     assert five.edge == -0.25
 
 
-def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent_refused() -> None:
+def test_a_judgement_of_a_removed_node_is_ignored_and_of_an_unsent_one_refused() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1))
     tree.commit([5])
@@ -171,7 +171,7 @@ def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent
         tree.graft(1, chain([], 3, rescored=((7, -2.0),), version=2, root=tree))
 
 
-def test_a_node_keeps_the_drafter_that_drafted_it_and_not_the_one_that_sent_it_on() -> None:
+def test_a_node_is_credited_to_its_drafter_and_not_to_its_relay() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1), origin=9)
     tree.graft(1, chain([5], 3))
@@ -207,7 +207,7 @@ def test_hints_never_fill_a_tree_beyond_its_capacity() -> None:
     tree.check_integrity()
 
 
-def test_a_drafter_goes_on_under_its_ids_in_another_tree() -> None:
+def test_a_drafter_continues_its_ids_in_another_tree() -> None:
     tree = TokenTree([1])
     tree.ids.of(1).resume(40)
     assert not tree.graft(1, chain([5], 40)).added

@@ -15,11 +15,11 @@ def run(gate: TrialGate, steps: int, gain: float, price: float, committed: int =
     return taken
 
 
-def test_what_pays_is_kept_on() -> None:
+def test_a_proposer_that_pays_stays_on() -> None:
     assert all(run(TrialGate(), 1000, gain=0.3, price=0.2))
 
 
-def test_what_does_not_pay_costs_a_hundredth() -> None:
+def test_a_proposer_that_does_not_pay_costs_a_hundredth() -> None:
     steps, price = 20_000, 0.25
     taken = run(TrialGate(), steps, gain=0.0, price=price)
     assert all(taken[:TRIAL])
@@ -28,7 +28,7 @@ def test_what_does_not_pay_costs_a_hundredth() -> None:
     assert sum(taken) * price <= LOSS * steps + TRIAL * price
 
 
-def test_what_begins_to_pay_is_found_out_and_what_ceases_to_is_let_go() -> None:
+def test_a_proposer_that_begins_to_pay_is_found_and_one_that_ceases_is_dropped() -> None:
     gate = TrialGate()
     run(gate, 2 * TRIAL, gain=0.0, price=0.1)
     assert all(run(gate, 2000, gain=0.5, price=0.1)[-500:])
@@ -36,14 +36,14 @@ def test_what_begins_to_pay_is_found_out_and_what_ceases_to_is_let_go() -> None:
     assert sum(later) < 500
 
 
-def test_a_price_that_rises_ends_it_at_once_and_one_that_falls_brings_it_back() -> None:
+def test_a_rising_cost_ends_a_proposer_at_once_and_a_falling_cost_restores_it() -> None:
     gate = TrialGate()
     run(gate, 2 * TRIAL, gain=0.3, price=0.1)
     assert not gate.takes(0.31, trial=True)
     assert gate.takes(0.29, trial=False)
 
 
-def test_nothing_is_tried_that_is_too_dear_or_beside_another_trial() -> None:
+def test_a_trial_that_costs_too_much_or_meets_another_trial_is_not_begun() -> None:
     assert not any(run(TrialGate(), 5 * TRIAL, gain=9.0, price=MAX_PRICE + 0.01))
     gate = TrialGate()
     assert not gate.takes(0.1, trial=False)

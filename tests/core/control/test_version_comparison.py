@@ -18,24 +18,24 @@ def test_a_version_that_agrees_much_less_is_worse() -> None:
     assert worse(seen(hot=(600, 1000)), seen(hot=(300, 1000))) == ""
 
 
-def test_a_difference_within_its_error_or_too_small_to_matter_is_none() -> None:
+def test_a_difference_within_its_error_or_below_the_minimum_is_ignored() -> None:
     assert worse(seen(hot=(570, 1000)), seen(hot=(600, 1000))) == ""
     assert worse(seen(hot=(3960, 4096)), seen(hot=(4020, 4096))) == ""
 
 
 @pytest.mark.parametrize("few", [0, MIN_POSITIONS - 1])
-def test_too_few_places_prove_nothing(few: int) -> None:
+def test_few_positions_prove_nothing(few: int) -> None:
     assert worse(seen(hot=(0, few)), seen(hot=(1000, 1000))) == ""
     assert worse(seen(hot=(0, 1000)), seen(hot=(few, few))) == ""
 
 
-def test_traffic_that_turns_hotter_makes_no_version_worse() -> None:
+def test_a_shift_to_higher_temperatures_makes_no_version_worse() -> None:
     before = seen(greedy=(1800, 2000), hot=(300, 600))
     assert worse(seen(greedy=(540, 600), hot=(1000, 2000)), before) == ""
     assert worse(seen(hot=(1000, 2000)), seen(greedy=(1800, 2000))) == ""  # nothing to compare it with
 
 
-def test_what_is_long_ago_fades() -> None:
+def test_old_comparisons_fade() -> None:
     found = seen(hot=(4000, 4000))
     for _ in range(10):
         found.add("hot", 0, 4000)

@@ -137,7 +137,7 @@ def test_above_temperature_zero_the_noise_of_a_guess_s_position_decides() -> Non
 
 
 @given(texts, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5))
-def test_what_is_proposed_is_a_tree_of_n_grams_with_chances(text: list[int], guesses: list[int]) -> None:
+def test_lookahead_proposes_a_tree_of_n_grams_with_chances(text: list[int], guesses: list[int]) -> None:
     lookahead = Lookahead(GramFits.unknown())
     iterate(lambda text: guesses[len(text) % len(guesses)], list(text), 6, lookahead)
     proposal = lookahead.propose(12, 5)
@@ -151,7 +151,7 @@ def test_what_is_proposed_is_a_tree_of_n_grams_with_chances(text: list[int], gue
         assert len({proposal.tokens[node] for node in nodes}) == len(nodes)
 
 
-def test_chances_follow_what_the_target_chose() -> None:
+def test_lookahead_chances_follow_the_tokens_that_the_target_chose() -> None:
     """N-grams that are always right come to be trusted; those that are always wrong do not."""
     right, wrong = Lookahead(GramFits.unknown()), Lookahead(GramFits.unknown())
     for lookahead, step in ((right, 0), (wrong, 1)):
@@ -183,7 +183,7 @@ def test_the_pool_is_bounded_and_keeps_the_latest() -> None:
     assert len(list(pool.after(FIRST_TOKENS - 1))) == OF_EACH
 
 
-def test_a_whole_window_is_what_a_pass_is_charged_for() -> None:
+def test_a_pass_is_charged_for_a_whole_window() -> None:
     lookahead = Lookahead(GramFits.unknown())
     lookahead.extend([1, 2, 3])
     for _ in range(2 * LENGTH):

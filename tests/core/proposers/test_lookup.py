@@ -19,7 +19,7 @@ texts = st.lists(st.integers(0, 3), min_size=4, max_size=60)
 
 @pytest.mark.parametrize("way", ["prompt-lookup", "suffix"])
 @given(texts, st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.floats(0.0, 0.5))
-def test_what_is_added_is_within_all_bounds(
+def test_added_nodes_keep_within_all_bounds(
     way: str, text: list[int], nodes: int, depth: int, vocabulary: int, floor: float
 ) -> None:
     lookup, tree = Lookups(way, None).begin("", GREEDY), TokenTree(text)
@@ -39,7 +39,7 @@ def test_what_is_added_is_within_all_bounds(
 
 
 @given(texts)
-def test_prompt_lookup_proposes_what_followed_the_longest_repetition(text: list[int]) -> None:
+def test_prompt_lookup_proposes_the_continuation_of_the_longest_repetition(text: list[int]) -> None:
     lookup = Lookups("prompt-lookup", None).begin("", GREEDY)
     lookup.extend(text)
     found, proposal = Repeats(text).find(5), lookup.propose(9, 5)
@@ -47,7 +47,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_repetition(text: list[
     assert proposal.parents == tuple(range(-1, len(proposal.tokens) - 1))
 
 
-def test_prompt_lookup_learns_what_matches_are_worth() -> None:
+def test_prompt_lookup_learns_how_far_matches_can_be_trusted() -> None:
     right, wrong = Lookups("prompt-lookup", None).begin("", GREEDY), Lookups("prompt-lookup", None).begin("", GREEDY)
     for lookup, new in ((right, 0), (wrong, 1)):
         lookup.extend([1, 2, 3, 7, 9, 1, 2, 3])

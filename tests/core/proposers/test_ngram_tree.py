@@ -109,11 +109,11 @@ def test_the_best_path_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(0, 4), (4, 0)])
-def test_without_room_nothing_is_proposed(nodes: int, depth: int) -> None:
+def test_an_empty_budget_gets_no_proposal(nodes: int, depth: int) -> None:
     assert best_nodes(Small({(1, 1.0): Small({})}), nodes, depth, matched=2) == NOTHING
 
 
-def test_the_source_that_expects_the_most_accepted_tokens_counts() -> None:
+def test_the_source_with_the_most_expected_accepted_tokens_is_chosen() -> None:
     wide, long = Fixed(0.9), Fixed(0.7, 0.7, 0.7)
     assert long.proposal.expected == pytest.approx(0.7 + 0.49 + 0.343)
     for sources in ((wide, long), (long, wide), (BestOf([]), long, wide)):
@@ -121,14 +121,14 @@ def test_the_source_that_expects_the_most_accepted_tokens_counts() -> None:
     assert BestOf([]).propose([1], 3, 3) == NOTHING
 
 
-def test_matches_are_trusted_the_more_the_longer_and_the_more_frequent_they_are() -> None:
+def test_longer_and_more_frequent_matches_are_trusted_more() -> None:
     trust = Interpolation()
     for length in range(1, 16):
         assert trust.weight(length, 1, 1) < trust.weight(length + 1, 1, 1) < trust.weight(length + 1, 2, 1) < 1.0
     assert trust.weight(16, 1000, 1) == trust.weight(99, 10**6, 1) < 1.0
 
 
-def test_what_is_always_right_is_trusted_and_what_never_is_right_is_not() -> None:
+def test_a_match_that_is_always_right_is_trusted_and_one_that_never_is_is_not() -> None:
     right, wrong = Interpolation(), Interpolation()
     match = [MatchRuns(3, [MatchRun([7, 8], 1)])]
     for _ in range(100):
@@ -151,7 +151,7 @@ def test_a_long_match_that_predicts_no_better_than_the_short_ones_earns_little()
     assert trust.weight(1, 20, 2) > 0.9
 
 
-def test_places_where_the_text_ended_count_for_nothing() -> None:
+def test_matches_at_the_end_of_the_text_count_for_nothing() -> None:
     trust = Interpolation()
     ended = [MatchRuns(5, [MatchRun([], 3)]), MatchRuns(2, [MatchRun([4], 1)])]
     trust.observe(ended, 4)

@@ -52,7 +52,7 @@ def world(doubt: bool, fit: NoiseMixtureFit, steps: int = 500) -> tuple[float, f
     return float(np.mean(hits)), float(np.mean(predictions))
 
 
-def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chances_do() -> None:
+def test_the_noise_decides_where_the_target_is_uncertain_and_the_chances_elsewhere() -> None:
     doubtful, certain = NoiseMixtureFit(), NoiseMixtureFit()
     assert doubtful.share(FOUND) == certain.share(FOUND) == 0.5
     hits, predicted = world(True, doubtful)
@@ -65,7 +65,7 @@ def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chance
     assert certain.share({1: 0.1}) == 0.5  # places of another class
 
 
-def test_where_it_is_of_no_use_it_is_asked_seldom_and_again_when_it_helps() -> None:
+def test_a_useless_noise_mixture_is_asked_seldom_and_again_when_it_helps() -> None:
     fit, row = NoiseMixtureFit(), Candidates(np.array([5, 6]), np.array([2.0, 1.0]))
     for _ in range(2000):
         fit.observe(FOUND, row, 7, 0.0)
@@ -76,7 +76,7 @@ def test_where_it_is_of_no_use_it_is_asked_seldom_and_again_when_it_helps() -> N
     assert all(fit.wanted(FOUND) for _ in range(TRIAL_INTERVAL))
 
 
-def test_where_the_chances_are_sure_the_noise_is_not_wanted() -> None:
+def test_the_noise_is_not_used_where_the_chances_are_certain() -> None:
     fit = NoiseMixtureFit()
     assert not fit.wanted({7: SURE, 3: 0.1})
     assert fit.wanted({7: SURE - 0.01, 3: 0.1})
@@ -94,7 +94,7 @@ def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_frequent_tokens
     assert np.isfinite(distribution.leading({1: 1.0, 2: 1.0}, lambda tokens: np.zeros(len(tokens))).scores).all()
 
 
-def test_more_tokens_than_fit_at_first_are_all_counted() -> None:
+def test_tokens_beyond_the_initial_capacity_are_all_counted() -> None:
     distribution = BackgroundDistribution()
     distribution.extend([*range(1000), 999])
     row = distribution.leading({}, lambda tokens: np.where(tokens == 998, 0.1, 0.0))
@@ -117,7 +117,7 @@ class Script:
         """Does nothing."""
 
 
-def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> None:
+def test_the_noise_picks_the_first_token_alone_and_keeps_its_continuations() -> None:
     contract = Contract(seed=11, max_tokens=9)
     lookup = NoiseMixedSource(Script(Continuation((-1, 0, 1), (7, 8, 9), (0.5, 0.9, 0.9))), NoiseMixtureFit(), contract)
     lookup.extend([*range(20), 1, 1, 1, 1])
@@ -135,7 +135,7 @@ def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> Non
     assert len(lookup.propose(2, 24).tokens) == 2
 
 
-def test_what_another_session_has_taught_the_source_meanwhile_is_proposed_too() -> None:
+def test_a_source_changed_by_another_session_is_proposed_as_well() -> None:
     source = Script(Continuation((-1,), (7,), (0.5,)))
     lookup = NoiseMixedSource(source, NoiseMixtureFit(), Contract(seed=11, max_tokens=9))
     lookup.extend([*range(20)])
@@ -144,7 +144,7 @@ def test_what_another_session_has_taught_the_source_meanwhile_is_proposed_too() 
     assert {99, 98} < set(lookup.propose(24, 4).first)
 
 
-def test_it_learns_from_the_token_that_follows() -> None:
+def test_the_noise_mixture_learns_from_the_following_token() -> None:
     fit = NoiseMixtureFit()
     lookup = NoiseMixedSource(Script(Continuation((-1,), (7,), (0.5,))), fit, Contract(seed=11, max_tokens=9))
     lookup.extend([*range(20)])
@@ -157,7 +157,7 @@ def test_it_learns_from_the_token_that_follows() -> None:
     assert fit.share({7: 0.5}) == before
 
 
-def test_nothing_is_asked_before_a_text_or_for_no_nodes() -> None:
+def test_the_noise_mixture_proposes_nothing_before_a_text_or_for_no_nodes() -> None:
     lookup = NoiseMixedSource(Script(NOTHING), NoiseMixtureFit(), Contract(seed=1, max_tokens=9))
     assert lookup.propose(4, 4) == NOTHING
     lookup.extend([1])
@@ -175,12 +175,12 @@ def test_nothing_is_asked_before_a_text_or_for_no_nodes() -> None:
         ({"presence_penalty": 1.0}, False),
     ],
 )
-def test_it_is_asked_where_it_is_shared_and_decides(terms: dict, asked: bool) -> None:
+def test_the_noise_mixture_is_used_where_noise_is_shared_and_decides(terms: dict, asked: bool) -> None:
     lookup = Lookups("suffix", None).begin("", Contract(seed=1, max_tokens=9, **terms))
     assert isinstance(lookup, NoiseMixedSource) is asked
 
 
-def test_what_it_is_worth_is_learned_by_class_of_contracts() -> None:
+def test_the_share_of_the_noise_is_learned_for_each_class_of_contracts() -> None:
     lookups = Lookups("suffix", None)
 
     def fit(**terms: float) -> NoiseMixtureFit:

@@ -71,7 +71,7 @@ def as_paths(proposal: Continuation) -> dict[tuple[int, ...], float]:
 
 @settings(max_examples=60)  # each writes a file and waits for the disk
 @given(documents=DOCUMENTS, end=DOCUMENT, vocabulary=st.sampled_from([3, LARGE]))
-def test_what_followed_the_longest_match_is_proposed(
+def test_retrieval_proposes_the_continuation_of_the_longest_match(
     scratch: Path, documents: list[list[int]], end: list[int], vocabulary: int
 ) -> None:
     retrieval = Retrieval(stored(scratch, documents, vocabulary))
@@ -99,25 +99,25 @@ def test_a_store_holds_every_document_and_all_suffixes_in_order(scratch: Path, d
     assert suffixes == sorted(suffixes)
 
 
-def test_nothing_is_proposed_across_two_documents(tmp_path: Path) -> None:
+def test_retrieval_proposes_nothing_across_two_documents(tmp_path: Path) -> None:
     store = stored(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7]], vocabulary=9)
     assert Retrieval(store).propose([1, 2], 9, 9).tokens == (3, 4)
     assert Retrieval(store).propose([3, 4], 9, 9) == NOTHING
     assert Retrieval(store).propose([4, 5], 9, 9) == NOTHING
 
 
-def test_matches_that_are_too_short_are_none(tmp_path: Path) -> None:
+def test_matches_below_the_minimum_length_are_ignored(tmp_path: Path) -> None:
     store = stored(tmp_path / "a", [[1, 2, 3]], vocabulary=9)
     for end in ([], [1], [7, 1]):
         assert Retrieval(store).propose(end, 9, 9) == NOTHING
 
 
-def test_without_room_nothing_is_proposed(tmp_path: Path) -> None:
+def test_retrieval_without_a_node_budget_proposes_nothing(tmp_path: Path) -> None:
     retrieval = Retrieval(stored(tmp_path / "a", [[1, 2, 3]], vocabulary=9))
     assert retrieval.propose([1, 2], 0, 4) == retrieval.propose([1, 2], 4, 0) == NOTHING
 
 
-def test_many_places_are_sampled_evenly(tmp_path: Path) -> None:
+def test_frequent_matches_are_sampled_evenly(tmp_path: Path) -> None:
     """Frequencies survive: three in four go on with 3."""
     documents = [[1, 2, 3] if turn % 4 else [1, 2, 4] for turn in range(20 * PLACES)]
     proposal = Retrieval(stored(tmp_path / "a", documents, vocabulary=9)).propose([1, 2], 9, 9)
@@ -139,7 +139,7 @@ def test_a_corpus_that_is_wrong_about_a_text_is_trusted_less(tmp_path: Path) -> 
     assert retrieval.propose([1, 2], 1, 1).chances[0] < 0.1 < before
 
 
-def test_writing_reports_what_was_written_and_its_progress(tmp_path: Path) -> None:
+def test_writing_returns_the_contents_and_reports_progress(tmp_path: Path) -> None:
     path = tmp_path / "a.rest"
     reported: list[float] = []
     written = write_datastore(path, [[1, 2], [], [3]], tokenizer_digest=DIGEST, vocabulary=9, progress=reported.append)
@@ -201,7 +201,7 @@ def test_a_missing_store_is_named(tmp_path: Path) -> None:
         Datastore.open(tmp_path / "gone.rest", DIGEST)
 
 
-def test_whatever_is_behind_the_header_proposals_keep_to_the_vocabulary(tmp_path: Path) -> None:
+def test_a_damaged_store_proposes_only_ids_of_the_vocabulary(tmp_path: Path) -> None:
     """Damage that opening does not see costs speed and nothing else."""
     rng = np.random.default_rng(4)
     path = tmp_path / "a.rest"
@@ -220,7 +220,7 @@ def test_whatever_is_behind_the_header_proposals_keep_to_the_vocabulary(tmp_path
     [([], "no text"), ([[], []], "no text"), ([[1, 9]], "token 9"), ([[-1]], "token -1")],
     ids=str,
 )
-def test_what_makes_no_store_is_refused(tmp_path: Path, documents: list[list[int]], problem: str) -> None:
+def test_invalid_documents_make_no_store(tmp_path: Path, documents: list[list[int]], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         stored(tmp_path / "a.rest", documents, vocabulary=9)
     assert not list(tmp_path.iterdir())
@@ -294,7 +294,7 @@ def test_an_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_claimed_chances_come_true_where_corpus_and_text_are_alike(tmp_path: Path) -> None:
+def test_retrieval_chances_come_true_where_corpus_and_text_are_alike(tmp_path: Path) -> None:
     """Within a tenth in every class of claims, after some of the text was learned from."""
     rng = random.Random(6)
     weights = {token: [rng.expovariate(1.0) ** 3 for _ in range(30)] for token in range(30)}

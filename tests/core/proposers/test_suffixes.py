@@ -57,16 +57,14 @@ def markov(length: int, seed: int, order: int) -> list[int]:
 
 
 @given(TEXTS, TEXT, st.integers(1, 4))
-def test_every_place_is_found_with_the_length_of_its_match(
-    documents: list[list[int]], end: list[int], shortest: int
-) -> None:
+def test_every_match_is_found_with_its_length(documents: list[list[int]], end: list[int], shortest: int) -> None:
     tree = tree_of(documents)
     for query in (end, documents[-1], documents[-1] + end):
         assert list(tree.matches(query, shortest)) == slow_matches(documents, query, shortest)
 
 
 @given(TEXTS, TEXT, st.data())
-def test_forgetting_leaves_what_an_index_over_the_rest_has(
+def test_an_index_that_forgot_documents_equals_one_over_the_rest(
     documents: list[list[int]], end: list[int], data: st.DataObject
 ) -> None:
     tree = tree_of(documents)
@@ -83,7 +81,7 @@ def test_forgetting_leaves_what_an_index_over_the_rest_has(
             assert list(tree.follow(place + gone, 9)) == list(fresh.follow(place, 9))
 
 
-def test_forgetting_and_adding_may_go_on_for_ever() -> None:
+def test_documents_may_be_added_and_forgotten_without_end() -> None:
     rng = random.Random(5)
     tree, documents, gone = SuffixTrie(), [], 0
     for _ in range(300):
@@ -98,13 +96,13 @@ def test_forgetting_and_adding_may_go_on_for_ever() -> None:
     assert [(length, place - gone) for length, place in tree.matches(end)] == slow_matches(documents, end)
 
 
-def test_nothing_is_proposed_across_two_documents() -> None:
+def test_suffixes_propose_nothing_across_two_documents() -> None:
     tree = tree_of([[1, 2, 3], [3, 4, 5], [9]])
     assert list(tree.follow(2, 9)) == [2, 3]
     assert list(tree.matches([2, 3, 3])) == [(1, 6)]
 
 
-def test_where_the_text_runs_in_a_loop_it_goes_round() -> None:
+def test_a_looping_text_is_followed_round_its_loop() -> None:
     tree = tree_of([[7, 1, 2, 3, 1]])
     assert next(tree.matches([1])) == (1, 3)
     assert list(tree.follow(3, 8)) == [2, 3, 1, 2, 3, 1, 2, 3]
@@ -119,7 +117,7 @@ def slow_paths(text: Sequence[int], end: Sequence[int], depth: int) -> set[tuple
 
 
 @given(TEXT, TEXT)
-def test_what_followed_the_longest_matches_is_proposed(text: list[int], end: list[int]) -> None:
+def test_suffixes_propose_the_continuations_of_the_longest_matches(text: list[int], end: list[int]) -> None:
     proposal = SessionSuffixes(text).propose(end, 500, 3)
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(proposal.parents, proposal.tokens, strict=True):
@@ -130,7 +128,7 @@ def test_what_followed_the_longest_matches_is_proposed(text: list[int], end: lis
     assert slow_paths(text, end, 1) == {path for path in paths if len(path) == 1}
 
 
-def test_among_the_same_match_the_more_frequent_continuation_leads() -> None:
+def test_the_more_frequent_continuation_of_a_match_leads() -> None:
     index = SessionSuffixes([*[5, 6, 1, 9], *[5, 6, 2, 9] * 3, 5, 6])
     proposal = index.propose([5, 6], 2, 1)
     assert proposal.tokens == (2, 1)
@@ -155,7 +153,7 @@ def test_a_proposal_keeps_to_its_bounds(text: list[int], end: list[int], nodes: 
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_claimed_chances_come_true(order: int) -> None:
+def test_suffix_chances_come_true(order: int) -> None:
     """Within a tenth in every class of claims, at the first depth and below it."""
     claimed: dict[tuple[int, bool], list[tuple[float, bool]]] = {}
     for seed in range(2):
@@ -192,7 +190,7 @@ def test_text_without_any_order_is_hardly_trusted() -> None:
 OUTPUTS = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [2, 3, 8]]
 
 
-def test_finished_outputs_are_proposed_the_later_ones_first() -> None:
+def test_the_latest_finished_output_is_proposed_first() -> None:
     outputs = FinishedOutputs()
     assert outputs.propose([2, 3], 8, 8) == NOTHING
     for output in OUTPUTS:
@@ -203,7 +201,7 @@ def test_finished_outputs_are_proposed_the_later_ones_first() -> None:
     assert set(outputs.propose([2, 3], 9, 1).tokens) == {4, 6, 8}
 
 
-def test_the_oldest_outputs_leave_when_there_is_no_room() -> None:
+def test_the_oldest_outputs_leave_a_full_store() -> None:
     outputs = FinishedOutputs(capacity=10)
     for output in OUTPUTS:
         outputs.add(output)
@@ -242,7 +240,7 @@ def test_many_finished_outputs_take_bounded_memory() -> None:
     assert nodes <= 2 * 500
 
 
-def test_an_output_is_trusted_by_what_the_other_outputs_contain() -> None:
+def test_an_output_is_trusted_by_how_well_the_others_predict_it() -> None:
     """An output that repeats itself alone does not make the others more credible."""
     alike, alone = FinishedOutputs(), FinishedOutputs()
     rng = random.Random(1)

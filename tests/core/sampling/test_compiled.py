@@ -52,7 +52,7 @@ kinds = st.sampled_from(["model", "ties", "never"])
 
 
 @given(contracts, st.integers(0, 2**32), kinds, texts, texts, texts, st.sampled_from([1, 2, 64, 10**4]), st.booleans())
-def test_it_leads_with_the_tokens_of_numpy(
+def test_compiled_code_ranks_tokens_as_numpy_does(
     contract: Contract,
     seed: int,
     kind: str,
@@ -101,7 +101,7 @@ def test_it_leads_with_the_tokens_of_numpy(
     ],
     ids=str,
 )
-def test_it_chooses_what_numpy_chooses_in_any_vocabulary(size: int, change: dict[str, object]) -> None:
+def test_compiled_code_chooses_the_token_of_numpy_in_any_vocabulary(size: int, change: dict[str, object]) -> None:
     contract = Contract(seed=7, max_tokens=9, **change)  # type: ignore[arg-type]
     text = [*range(30)]
     for seed in range(3 if size > 5000 else 40):
@@ -129,14 +129,14 @@ def test_rows_are_seldom_left_to_numpy() -> None:
     ],
     ids=str,
 )
-def test_what_rounding_could_decide_is_left_to_numpy(change: dict[str, float], row: list[float]) -> None:
+def test_a_choice_that_rounding_could_decide_is_left_to_numpy(change: dict[str, float], row: list[float]) -> None:
     contract = Contract(seed=1, max_tokens=9, **change)  # type: ignore[arg-type]
     logits = np.array(row, np.float32)
     assert CompiledSampler(contract, 2, [1], 1).leading(logits, [], 2, noised=True) is None
     assert Sampler(contract, 2, [1], 1).choose(logits) == Sampler(contract, 2, [1], 1, compiled=False).choose(logits)
 
 
-def test_a_row_without_numbers_is_chosen_from_all_the_same() -> None:
+def test_a_row_of_nans_still_gives_a_token() -> None:
     nothing = np.full(40, np.nan, np.float32)
     for change in ({}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.2}):
         contract = Contract(seed=1, max_tokens=9, **change)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_a_row_without_numbers_is_chosen_from_all_the_same() -> None:
         assert np.isnan(choice.gap)
 
 
-def test_code_that_is_compiled_chooses_wherever_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_chooses_wherever_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     contract, logits = Contract(seed=1, max_tokens=9), rows(1, V, "model")
     monkeypatch.setattr(Sampler, "scores", None)  # then numpy computes them
     assert 0 <= Sampler(contract, V, [1], 1).choose(logits).token < V
@@ -155,7 +155,7 @@ def test_code_that_is_compiled_chooses_wherever_there_is_any(monkeypatch: pytest
         Sampler(contract, V, [1], 1).choose(logits)
 
 
-def test_the_best_and_the_sum_are_those_of_numpy() -> None:
+def test_the_best_tokens_and_the_log_sum_equal_those_of_numpy() -> None:
     for size in (1, 7, 600, 151_936):
         logits = rows(size, size, "model")
         tokens, scores, total = log_total(logits, min(size, 20))
@@ -166,7 +166,7 @@ def test_the_best_and_the_sum_are_those_of_numpy() -> None:
         assert scores.tolist() == expected[1].tolist()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_rows_and_ids_that_do_not_fit_are_refused() -> None:
     fast = CompiledSampler(Contract(seed=1, max_tokens=9), 40, [1], 1)
     with pytest.raises(ValueError, match="40 items"):
         fast.leading(np.zeros(39, np.float32), [], 2, noised=True)

@@ -65,7 +65,7 @@ def test_noise_is_finite_at_both_ends() -> None:
     assert most == pytest.approx(33 * math.log(2), rel=1e-9)  # -log of u = 2^-33
 
 
-def test_greedy_has_no_noise_and_rows_are_computed_once() -> None:
+def test_greedy_sampling_has_no_noise_and_noise_rows_are_computed_once() -> None:
     assert NoiseRows(1, 0, 8, greedy=True).row(3) is None
     rows = NoiseRows(1, 0, 8, greedy=False)
     first = rows.row(3)
@@ -110,7 +110,7 @@ def test_agreement_with_one_candidate_is_the_exact_formula() -> None:
     assert abs(agreed - exact) < 4 * math.sqrt(exact * (1 - exact) / 40_000)
 
 
-def test_digest_vectors() -> None:
+def test_the_digest_matches_published_vectors_and_extends_piecewise() -> None:
     assert mix64(int.from_bytes(b"outrider", "big")) == EMPTY
     assert extend(EMPTY, [1, 2, 3]) == 0x89E946AE92DEC53C
     assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])
@@ -118,12 +118,12 @@ def test_digest_vectors() -> None:
     assert extend(EMPTY, [0]) != EMPTY
 
 
-def test_the_noise_of_some_tokens_is_that_of_the_row() -> None:
+def test_the_noise_of_some_tokens_equals_their_part_of_the_row() -> None:
     tokens = np.array([4095, 0, 17, 17])
     np.testing.assert_array_equal(gumbel_at(3, 1, 17, tokens), gumbel_row(3, 1, 17, 4096)[tokens])
 
 
-def test_keys_of_many_positions_are_those_of_each() -> None:
+def test_keys_of_many_positions_equal_the_key_of_each() -> None:
     seeds, positions = (7, 2**64 - 1, 7), np.array([3, 1_000_000, 0])
     bases = np.array([generation_base(seed, 2) for seed in seeds], np.uint64)
     keys = noise_keys(bases, positions)
@@ -131,7 +131,7 @@ def test_keys_of_many_positions_are_those_of_each() -> None:
     assert positions.tolist() == [3, 1_000_000, 0]
 
 
-def test_bits_of_a_stretch_of_tokens_are_those_of_each() -> None:
+def test_bits_of_a_range_of_tokens_equal_the_bits_of_each() -> None:
     key = noise_key(7, 1, 1)
     assert noise_bits(key, 40, 5).tolist() == [plain_bits(7, 1, 1, token) for token in range(40, 45)]
 

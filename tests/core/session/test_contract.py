@@ -26,7 +26,7 @@ def contract(**terms: Any) -> Contract:
         {"rule": "traversal-verification"},
     ],
 )
-def test_from_usual_contracts_others_learn(terms: dict[str, Any]) -> None:
+def test_usual_contracts_are_representative(terms: dict[str, Any]) -> None:
     assert contract(**terms).representative
 
 
@@ -51,11 +51,11 @@ def test_from_usual_contracts_others_learn(terms: dict[str, Any]) -> None:
         {"rule": "typical-acceptance", "typical_epsilon": 0.0},
     ],
 )
-def test_from_contracts_that_decide_what_drafts_are_worth_nobody_learns(terms: dict[str, Any]) -> None:
+def test_contracts_that_decide_the_worth_of_drafts_are_not_representative(terms: dict[str, Any]) -> None:
     assert not contract(**terms).representative
 
 
-def test_a_session_that_is_not_representative_begins_with_what_others_learned_and_keeps_what_it_learns() -> None:
+def test_a_non_representative_session_copies_shared_statistics_and_keeps_its_own() -> None:
     shared = AcceptanceCounts()
     report = StepReport(verified=4, accepted=2, verified_depth=3, ranks=b"\0\1")
     contract().own_or_shared(shared).observe(report)

@@ -18,14 +18,14 @@ def test_lengths_rise_by_at_most_a_half() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
-def test_what_two_texts_share_is_found_down_to_a_length(same: int, behind: int) -> None:
+def test_the_shared_length_of_two_texts_is_found_down_to_a_minimum(same: int, behind: int) -> None:
     other = [*TEXT[:same], *([2000] * behind)]
     expected = max((length for length in LENGTHS if length <= min(same, len(TEXT))), default=0)
     assert shared_length(prefix_keys(other, "a"), frozenset(prefix_keys(TEXT, "a"))) == expected
     assert shared_length(prefix_keys(other, "a"), frozenset(prefix_keys(TEXT, "b"))) == 0
 
 
-def test_a_list_and_an_array_have_the_same_keys_also_of_ids_beyond_16_bits() -> None:
+def test_a_list_and_an_array_have_equal_prefix_keys_even_beyond_16_bits() -> None:
     text = [*range(150_000, 150_100)]
     assert prefix_keys(text, "") == prefix_keys(np.array(text), "")
     assert len(prefix_keys(text, "")) == 2
@@ -33,12 +33,12 @@ def test_a_list_and_an_array_have_the_same_keys_also_of_ids_beyond_16_bits() -> 
     assert len(prefix_keys([1] * 500_000, "")) == len(LENGTHS)
 
 
-def test_keys_come_through_an_announcement() -> None:
+def test_keys_survive_an_announcement() -> None:
     keys = prefix_keys(TEXT, "a")
     assert unpack_keys(pack_keys(keys)) == frozenset(keys)
     assert unpack_keys(pack_keys([])) == unpack_keys("") == frozenset()
 
 
 @pytest.mark.parametrize("text", ["abc", "no hex!!", "00ff00", "é"])
-def test_there_are_none_in_one_that_is_malformed(text: str) -> None:
+def test_a_malformed_announcement_has_no_prefix_keys(text: str) -> None:
     assert unpack_keys(text) == frozenset()

@@ -33,7 +33,7 @@ def tally(**steps: int) -> SpeculationTally:
     return made
 
 
-def test_every_reason_has_an_explanation_a_number_on_the_wire_and_a_row_in_the_operations() -> None:
+def test_every_reason_has_advice_a_wire_number_and_a_documented_row() -> None:
     section = (
         REASONS_PAGE.read_text(encoding="utf-8").partition("\n## Why is it not speculating?\n")[2].partition("\n## ")[0]
     )
@@ -43,7 +43,7 @@ def test_every_reason_has_an_explanation_a_number_on_the_wire_and_a_row_in_the_o
     assert {f"SPECULATION_REASON_{reason.name}" for reason in Reason} == set(types_pb2.SpeculationReason.keys())
 
 
-def test_a_sentence_has_the_figures_the_drafter_and_what_to_do() -> None:
+def test_a_status_sentence_has_the_rates_the_drafter_and_the_advice() -> None:
     resting = SpeculationStatus(Reason.RESTING, "", 9, 71.2, 65.4)
     assert "(plain 71 tokens/s, with drafting 65); " in resting.explanation
     assert "tokens/s" not in SpeculationStatus(Reason.RESTING, "", 9, 71.2, 0.0).explanation
@@ -52,7 +52,7 @@ def test_a_sentence_has_the_figures_the_drafter_and_what_to_do() -> None:
     )
 
 
-def test_what_a_peer_answers_is_one_bounded_line_without_control_characters() -> None:
+def test_a_peers_answer_becomes_one_bounded_line_without_control_characters() -> None:
     assert printable("a\x1b[31mb\nc\x00é") == "a [31mb c é"
     assert len(printable("x" * 100_000)) == MAX_DETAIL
     assert printable("x" * MAX_DETAIL) == "x" * MAX_DETAIL
@@ -77,7 +77,7 @@ def test_the_drafter_that_is_nearest_to_drafting_is_named() -> None:
         ({"DRAFTING": 80, "RESTING": 20}, 15, Reason.DRAFTING, 80),
     ],
 )
-def test_a_generation_is_summed_up_by_what_held_for_most_of_its_steps(
+def test_a_generations_summary_is_the_reason_that_held_for_most_steps(
     steps: dict[str, int], accepted: int, reason: SpeculationReason, count: int
 ) -> None:
     found = tally(**steps).summary(accepted)
@@ -97,7 +97,7 @@ def test_the_present_status_does_not_flicker_with_single_steps_that_no_draft_cam
     assert made.now.reason is Reason.DRAFTING
 
 
-def test_a_tally_goes_on_at_the_next_owner() -> None:
+def test_a_tally_continues_at_the_next_owner() -> None:
     first, second = tally(NO_DRAFTER=3), SpeculationTally()
     first.observe(SpeculationStatus(Reason.RESTING, "", 0, 70.0, 60.0))
     second.load(json.loads(json.dumps(first.dump())))
@@ -107,6 +107,6 @@ def test_a_tally_goes_on_at_the_next_owner() -> None:
 
 
 @pytest.mark.parametrize("record", [{"no such reason": [1, "", 0, 0]}, {"late": 3}, {"late": ["x", "", 0, 0]}])
-def test_a_record_that_is_none_is_refused(record: dict[str, object]) -> None:
+def test_a_malformed_tally_record_is_refused(record: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         SpeculationTally().load(record)

@@ -33,7 +33,7 @@ def delta(tree: TokenTree, **change: Any) -> Delta:
 
 
 @pytest.mark.parametrize(("rule", "kind"), [("recursive-rejection", SampledTree), ("shared-noise", TokenTree)])
-def test_the_rule_decides_what_a_tree_is(rule: str, kind: type[TokenTree]) -> None:
+def test_the_acceptance_rule_decides_the_kind_of_tree(rule: str, kind: type[TokenTree]) -> None:
     contract, text = Contract(seed=0, max_tokens=9, rule=rule), [*range(600)]
     tree = tree_of(contract, text, capacity=7, known=Prefix(590, extend(EMPTY, text[:590])))
     assert type(tree) is kind
@@ -43,7 +43,7 @@ def test_the_rule_decides_what_a_tree_is(rule: str, kind: type[TokenTree]) -> No
     assert tree_of(contract, PROMPT).capacity == TokenTree(PROMPT).capacity == 1024
 
 
-def test_children_come_with_the_distribution_that_they_were_drawn_from() -> None:
+def test_children_carry_the_distribution_that_they_were_drawn_from() -> None:
     tree = SampledTree(PROMPT)
     grafted = tree.graft(3, delta(tree), lambda edge: edge / 2)
     assert [node.token for node in grafted.added] == [7, 5, 8]
@@ -76,7 +76,7 @@ def test_ids_that_were_sent_before_change_nothing(first_id: int) -> None:
         ({"drawn": (ROW, OTHER, ROW)}, "drawn: has more rows than the delta's nodes have parents"),
     ],
 )
-def test_what_cannot_have_been_drawn_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
+def test_an_impossible_draw_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
     tree = SampledTree(PROMPT)
     with pytest.raises(InvalidRequest) as refusal:
         tree.graft(3, delta(tree, **change))
@@ -106,7 +106,7 @@ def test_a_tree_is_filled_to_its_capacity_and_no_further() -> None:
     assert str(refusal.value) == "tokens: the tree is full; it holds 2 nodes"
 
 
-def test_what_was_drawn_under_another_root_is_passed_over_and_its_ids_are_used_up() -> None:
+def test_a_draw_under_another_root_is_ignored_and_uses_up_its_ids() -> None:
     tree = SampledTree(PROMPT)
     late = delta(tree)
     tree.commit([4])

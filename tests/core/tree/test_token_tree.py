@@ -98,7 +98,7 @@ def test_a_late_node_that_was_committed_meanwhile_becomes_an_alias() -> None:
     assert set(paths(receiver)) == {(7,), (7, 8)}
 
 
-def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendants() -> None:
+def test_a_late_node_off_the_committed_path_is_dead_with_its_descendants() -> None:
     sender, receiver = TokenTree([1]), TokenTree([1])
     late = chain(sender, [5, 6, 7], 1)
     receiver.commit([5, 9])
@@ -113,7 +113,7 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     assert receiver.graft(1, Delta(receiver.root.position, receiver.digest, 5, (4,), (1,), (0.0,))) == ([], [])
 
 
-def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() -> None:
+def test_a_node_with_an_unknown_parent_or_beyond_the_capacity_is_reported() -> None:
     receiver = TokenTree([1], capacity=2)
     digest = receiver.digest
     assert receiver.graft(1, Delta(0, digest, 5, (3,), (9,), (0.0,))).dropped == [(1, 5)]
@@ -173,7 +173,7 @@ def test_a_root_with_another_history_is_drift_and_one_ahead_is_a_fault() -> None
         tree.graft(1, Delta(1, tree.digest, 4, (4,), (3,), (0.0,)))
 
 
-def test_aliases_expire_and_the_books_stay_bounded() -> None:
+def test_aliases_expire_and_the_records_of_committed_nodes_stay_bounded() -> None:
     sender, receiver = TokenTree([1]), TokenTree([1])
     receiver.graft(1, chain(sender, [5], 1))
     receiver.commit([5])
@@ -190,7 +190,7 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
 
 
 @pytest.mark.parametrize("sender", [1, 10_000])
-def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longer(sender: int) -> None:
+def test_a_late_node_may_follow_a_commit_up_to_the_alias_span_and_no_older_one(sender: int) -> None:
     for age, added in ((ALIAS_SPAN, 1), (ALIAS_SPAN + 1, 0)):
         tree = TokenTree([1])
         tree.graft(sender, chain(TokenTree([1]), [5], 1))
@@ -204,7 +204,7 @@ def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longe
         tree.check_integrity()
 
 
-def test_what_a_forgotten_drafter_had_committed_expires_when_it_is_back() -> None:
+def test_commits_of_a_forgotten_drafter_expire_when_it_returns() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.commit([5])
@@ -253,7 +253,7 @@ def test_the_error_of_drift_names_the_position() -> None:
         TokenTree([1, 2]).graft(1, Delta(1, 0, 1, (), (), ()))
 
 
-def test_a_node_has_its_depth_and_the_path_to_it_and_begins_without_a_judgement() -> None:
+def test_a_new_node_has_its_depth_and_path_and_no_judgement() -> None:
     tree = TokenTree([1, 2])
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
     assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
@@ -263,7 +263,7 @@ def test_a_node_has_its_depth_and_the_path_to_it_and_begins_without_a_judgement(
     assert tree.score(tree.root) == 1.0
 
 
-def test_a_node_is_held_until_it_or_one_above_it_is_removed_or_decided_otherwise() -> None:
+def test_a_node_is_held_until_its_path_is_removed_or_rejected() -> None:
     tree = TokenTree([1])
     high = tree.add(tree.root, 5, -1.0)
     low = tree.add(high, 6, -0.5)
@@ -289,7 +289,7 @@ def test_levels_are_siblings_side_by_side() -> None:
     assert [[node.token for node in level] for level in tree.levels()] == [[5, 6], [7, 8, 7, 8]]
 
 
-def test_of_nodes_that_score_alike_the_first_that_came_is_the_better() -> None:
+def test_the_first_of_equally_scored_nodes_is_the_better() -> None:
     tree = TokenTree([1])
     for token in (9, 3, 6):
         tree.add(tree.root, token, -1.0)
@@ -298,7 +298,7 @@ def test_of_nodes_that_score_alike_the_first_that_came_is_the_better() -> None:
     assert [score for score, _ in tree.best_first(depth=1, width=1)] == [pytest.approx(math.exp(-1.0))]
 
 
-def test_a_child_that_is_added_again_keeps_the_larger_edge_and_so_do_all_below_it() -> None:
+def test_a_child_added_again_keeps_its_larger_edge_as_do_its_descendants() -> None:
     tree = TokenTree([1])
     high = tree.add(tree.root, 5, -1.0)
     low = tree.add(high, 6, -0.5)
@@ -309,7 +309,7 @@ def test_a_child_that_is_added_again_keeps_the_larger_edge_and_so_do_all_below_i
     tree.check_integrity()
 
 
-def test_what_a_drafter_claims_counts_for_as_much_as_it_is_judged_to_be_worth() -> None:
+def test_a_drafters_score_counts_as_its_calibration_corrects_it() -> None:
     tree = TokenTree([1])
     grafted = tree.graft(4, chain(TokenTree([1]), [5, 6], 1), lambda edge: 2 * edge, origin=8)
     assert [(node.edge, node.claim) for node in grafted.added] == [(-1.0, (4, -0.5))] * 2
@@ -338,7 +338,7 @@ def test_below_a_node_that_the_tree_s_own_model_has_expanded_its_judgement_stand
     assert (new.edge, new.claim) == (-0.5, (4, -0.5))
 
 
-def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own_child() -> None:
+def test_a_full_tree_drops_no_leaf_for_a_node_that_is_not_better_or_its_own_child() -> None:
     tree = TokenTree([1], capacity=1)
     tree.graft(1, chain(TokenTree([1]), [5], 1, edge=-1.0))
     assert tree.graft(2, chain(TokenTree([1]), [6], 1, edge=-1.0)) == ([], [(2, 1)])
@@ -350,7 +350,7 @@ def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own
     tree.check_integrity()
 
 
-def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> None:
+def test_a_full_tree_drops_a_leaf_before_an_equally_likely_ancestor() -> None:
     tree = TokenTree([1], capacity=2)
     tree.graft(1, Delta(0, tree.digest, 1, (0, 1), (5, 6), (-1.0, 0.0)))
     assert tree.graft(2, chain(TokenTree([1]), [7], 1, edge=-0.5)).dropped == [(1, 2)]
@@ -358,7 +358,7 @@ def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> Non
     tree.check_integrity()
 
 
-def test_books_that_are_wrong_are_noticed() -> None:
+def test_an_inconsistent_tree_fails_its_integrity_check() -> None:
     def tree() -> TokenTree:
         made = TokenTree([1])
         made.graft(1, chain(TokenTree([1]), [5, 6], 1))
@@ -388,7 +388,7 @@ def test_books_that_are_wrong_are_noticed() -> None:
         broken.check_integrity()
 
 
-def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
+def test_a_forgotten_drafter_may_begin_its_ids_again() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.graft(2, chain(TokenTree([1]), [5], 1))
@@ -443,7 +443,7 @@ CHANGES = st.tuples(st.sampled_from(["add", "rescore", "remove", "commit"]), st.
 
 @settings(max_examples=100)
 @given(st.lists(CHANGES, max_size=40), st.data())
-def test_the_best_nodes_are_those_of_the_tree_as_it_is(
+def test_the_best_nodes_follow_every_change_of_the_tree(
     changes: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
     tree, terms = TokenTree([0]), st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 3))
@@ -544,7 +544,7 @@ TestTwoCopies = TwoCopies.TestCase
 
 
 @given(st.integers(1, 3 * ALIAS_SPAN), st.lists(st.integers(1, ALIAS_SPAN), max_size=4), st.integers(0, 40))
-def test_a_tree_that_is_given_the_digest_of_a_part_is_the_same(length: int, cuts: list[int], later: int) -> None:
+def test_a_tree_given_a_known_prefix_digest_equals_a_fresh_one(length: int, cuts: list[int], later: int) -> None:
     """However the part came: at once, piece by piece as parts of a snapshot do, or from another tree."""
     text = [(7 * at + at // 5) % 90 for at in range(length + later)]
     known = NOTHING

@@ -144,7 +144,7 @@ def entered(network: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("rule", ["shared-noise", "recursive-rejection"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_every_level_after_every_commit_goes_on_from_true_features(
+def test_every_level_after_every_commit_continues_from_true_features(
     kind: Kind, rule: str, small: Path, tmp_path: Path, loading: Loading
 ) -> None:
     rig = Rig(kind, small, tmp_path, loading)
@@ -178,9 +178,7 @@ def test_no_row_attends_to_rows_without_features(small: Path, tmp_path: Path, lo
     rig.grow(text, 3)
 
 
-def test_a_warm_prefix_is_gone_on_from_in_the_same_slot_and_in_another(
-    small: Path, tmp_path: Path, loading: Loading
-) -> None:
+def test_a_warm_prefix_is_continued_in_its_slot_and_in_another(small: Path, tmp_path: Path, loading: Loading) -> None:
     rig = Rig("eagle-3", small, tmp_path, loading)
     text = rig.text(120)
     rig.begin(text, 60)
@@ -198,7 +196,7 @@ def test_a_warm_prefix_is_gone_on_from_in_the_same_slot_and_in_another(
     assert rig.compared > 30
 
 
-def test_what_was_drafted_stays_at_the_upstream_and_is_judged_anew(
+def test_drafts_below_a_commit_stay_at_the_upstream_and_are_judged_anew(
     small: Path, tmp_path: Path, loading: Loading
 ) -> None:
     rig = Rig("eagle", small, tmp_path, loading)

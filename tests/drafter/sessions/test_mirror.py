@@ -24,7 +24,7 @@ def update(
     return MirrorUpdate(position, tokens, digest, plan, SentTerms(0.5, 2.0, True), credit=7, dropped=())
 
 
-def test_it_applies_updates_that_fit_and_rejects_those_that_do_not() -> None:
+def test_a_mirror_applies_fitting_updates_and_rejects_others() -> None:
     copy = mirror()
     assert copy.apply_update(update((1, 5)))
     assert copy.tokens == [*TEXT, 1, 5]
@@ -40,7 +40,7 @@ def test_a_plan_of_a_higher_version_alone_is_taken(version: int, taken: bool) ->
     assert copy.plan == (plan if taken else PLAN)
 
 
-def test_what_is_beyond_the_credit_is_not_announced() -> None:
+def test_a_mirror_announces_no_node_beyond_its_credit() -> None:
     copy = mirror(credit=2)
     nodes = [copy.tree.add(copy.tree.root, token, -0.5) for token in range(3)]
     delta = copy.announce(nodes)

@@ -70,7 +70,7 @@ def shape_of(tree: TokenTree) -> Shape:
     return below(tree.root)
 
 
-def test_the_shape_is_the_best_for_the_rates_and_every_level_comes_whole() -> None:
+def test_the_shape_is_the_best_for_the_rates_and_every_level_is_sent_whole() -> None:
     rig = Rig()
     deltas = list(iter(rig.level, None))
     rates = rig.session._rates
@@ -82,7 +82,7 @@ def test_the_shape_is_the_best_for_the_rates_and_every_level_comes_whole() -> No
             assert node.token in node.parent.q.tokens
 
 
-def test_after_a_commit_draws_are_fresh_and_the_kv_of_what_was_accepted_is_kept() -> None:
+def test_draws_after_a_commit_are_fresh_and_the_kv_of_accepted_nodes_is_kept() -> None:
     rig = Rig()
     list(iter(rig.level, None))
     path = max(rig.paths(), key=len)
@@ -98,7 +98,7 @@ def test_after_a_commit_draws_are_fresh_and_the_kv_of_what_was_accepted_is_kept(
     assert rig.session.cached == len(rig.session.tokens)
 
 
-def test_draws_are_the_same_for_one_epoch_and_others_for_the_next() -> None:
+def test_draws_are_equal_within_an_epoch_and_differ_in_the_next() -> None:
     one, same, other = Rig(), Rig(), Rig(epoch=2)
     for rig in (one, same, other):
         list(iter(rig.level, None))
@@ -111,7 +111,7 @@ def test_a_chain_is_drawn_for_rules_of_chains() -> None:
     assert [len(level) for level in rig.upstream.levels()] == [1] * PLAN.depth
 
 
-def test_the_rates_follow_what_is_accepted() -> None:
+def test_rank_rates_follow_the_accepted_ranks() -> None:
     chances = [0.5, 0.3, 0.1]
     generator = np.random.default_rng(0)
     found = []
@@ -133,7 +133,7 @@ def worth(shape: Shape, rates: list[float]) -> float:
 
 
 @pytest.mark.parametrize("nodes", range(6))
-def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
+def test_the_best_shape_has_the_most_expected_tokens_of_all(nodes: int) -> None:
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5], [0.3, 0.29]):
         best = best_shape(rates, nodes=nodes, depth=3)
         assert size_of(best) == nodes
@@ -141,7 +141,7 @@ def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
     assert size_of(best_shape([0.5, 0.4], nodes=9, depth=3, min_product=0.3)) == 2
 
 
-def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
+def test_malformed_draws_are_refused_and_late_draws_ignored() -> None:
     rig = Rig()
     first = rig.level()
     assert first is not None

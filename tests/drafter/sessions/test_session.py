@@ -139,7 +139,7 @@ def test_rows_masks_and_both_trees_stay_in_step(
     Rig(Plan(depth=6, width=3, nodes=8), seed, credit, ahead=ahead).play(moves)
 
 
-def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:
+def test_a_kept_subtree_needs_no_pass_over_the_committed_tokens() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=1)
     for _ in range(6):
         rig.level()
@@ -176,7 +176,7 @@ def test_a_refill_stays_within_the_credit() -> None:
     rig.check()
 
 
-def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
+def test_a_session_stops_at_its_credit_and_resumes_with_more() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=30), ahead=True, seed=2, credit=7)
     for _ in range(10):
         rig.level()
@@ -187,7 +187,7 @@ def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
     rig.check()
 
 
-def test_what_the_upstream_dropped_is_abandoned_with_all_below_it() -> None:
+def test_a_node_dropped_by_the_upstream_is_abandoned_with_its_descendants() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=30), ahead=True, seed=5)
     for _ in range(5):
         rig.level()
@@ -215,7 +215,7 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
     assert max(depths) == context - 1
 
 
-def test_what_repeats_is_run_in_one_pass_and_sent_when_the_model_has_judged_it() -> None:
+def test_a_repetition_runs_in_one_pass_and_is_sent_after_the_model_judged_it() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
     session = rig.session = TopKSession(
         MirrorSnapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12
@@ -234,7 +234,7 @@ def test_what_repeats_is_run_in_one_pass_and_sent_when_the_model_has_judged_it()
     assert all(node.names or not session.tree.root.expanded for node in session.tree.root.children.values())
 
 
-def test_a_long_text_is_read_in_pieces_and_looked_up_in_once_all_is_read() -> None:
+def test_a_long_text_is_indexed_in_pieces_and_looked_up_once_all_is_read() -> None:
     def session(tokens: Sequence[int]) -> TopKSession:
         return TopKSession(MirrorSnapshot(tuple(tokens), 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, VOCABULARY)
 
@@ -255,7 +255,7 @@ def test_a_long_text_is_read_in_pieces_and_looked_up_in_once_all_is_read() -> No
     assert long.tree.size > 1
 
 
-def test_while_the_upstream_waits_a_level_that_is_not_worth_its_time_is_not_run() -> None:
+def test_a_level_that_is_not_worth_the_upstreams_wait_is_not_run() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
     while rig.level():
         if rig.session.tree.root.expanded:

@@ -25,7 +25,7 @@ async def welcome(rig: Rig, *, batches: bool) -> None:
     await rig.stream.receive(pb.DraftDown(welcome=pb.Welcome(batches=batches)))
 
 
-async def test_deltas_go_out_together_in_their_order(rig: Rig) -> None:
+async def test_deltas_are_sent_together_in_order(rig: Rig) -> None:
     await welcome(rig, batches=True)
     queue(rig, 1, 2, 1)
     rig.upstream.detach(rig.attachment)
@@ -41,7 +41,7 @@ async def test_an_upstream_that_takes_no_batches_gets_each_delta_alone(rig: Rig)
     assert rig.sent == [SUBSCRIBED, "delta", "delta"]
 
 
-async def test_a_message_of_deltas_ends_where_it_is_large(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_of_deltas_ends_at_its_byte_limit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     delta = delta_to_pb(DELTA, attachment=1, epoch=1, plan_version=1, exhausted=False)
     monkeypatch.setattr(upstreams, "BATCH_BYTES", delta.ByteSize())
     await welcome(rig, batches=True)

@@ -66,7 +66,7 @@ def delta(token: int) -> Delta:
     ("level_s", "batches", "expected"),
     [(QUICK, True, [1, 2]), (SLOW, True, [1]), (0.0, True, [1]), (QUICK, False, [1])],
 )
-async def test_a_delta_waits_for_the_next_one_where_that_comes_at_once(
+async def test_a_delta_waits_for_a_second_one_that_follows_at_once(
     opens: Opens, level_s: float, batches: bool, expected: list[int]
 ) -> None:
     made = await opens(level_s, batches=batches)

@@ -33,14 +33,14 @@ def test_a_refusal_holds_until_the_session_is_served() -> None:
     assert refusals.attach_response(KEY).refused == ""
 
 
-def test_an_end_in_order_is_no_refusal() -> None:
+def test_an_orderly_end_is_no_refusal() -> None:
     refusals = Refusals()
     for reason in ("finished", "fenced", "fenced: the session is at epoch 3", UPSTREAM_ENDED):
         refusals.closed(KEY, reason)
     assert refusals.attach_response(KEY).refused == ""
 
 
-def test_every_session_gets_the_reason_of_an_upstream_that_serves_none() -> None:
+def test_every_session_gets_the_reason_of_an_upstream_that_refuses_all() -> None:
     refusals = Refusals()
     refusals.closed(KEY, "features: this upstream gives none")
     assert refusals.attach_response(("other", 1)).refused == "features: this upstream gives none"
@@ -109,7 +109,7 @@ async def attach(drafter: DrafterServicer, upstream: str) -> pb.AttachResponse:
     return await drafter.Attach(pb.AttachRequest(session_id="session", epoch=1, upstream=upstream), call)
 
 
-async def test_a_session_that_is_tried_again_is_refused_once() -> None:
+async def test_a_retried_session_is_refused_once() -> None:
     async with reaching_no_upstream() as drafter:
         await attach(drafter, "127.0.0.1:1")
         upstream = drafter.upstreams.upstreams["127.0.0.1:1"]
@@ -127,7 +127,7 @@ def test_refusals_are_cut_and_their_number_is_bounded() -> None:
     assert len(refusals.attach_response((f"session {10 * MAX_SESSIONS - 1}", 1)).refused) == MAX_DETAIL
 
 
-async def test_a_stream_that_was_idle_for_long_is_used_again_and_others_are_closed(
+async def test_an_idle_stream_is_used_again_and_others_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upstream_pool, "IDLE_S", -1.0)  # all are

@@ -96,14 +96,14 @@ def test_every_drafter_takes_a_target_with_any_number_of_ids(kind: str, vocabula
 
 
 @pytest.mark.parametrize("vocabulary", [LARGEST_VOCABULARY + 1, 2**32 - 1])
-def test_more_ids_than_any_target_can_have_are_refused(vocabulary: int) -> None:
+def test_a_vocabulary_above_the_largest_is_refused(vocabulary: int) -> None:
     parts = PartialSnapshot()
     with pytest.raises(InvalidRequest, match="vocabulary: is"):
         parts.add_part(snapshot_of([1, vocabulary - 1, 3], vocabulary), OWN, NO_FEATURES)
     assert parts.vocabulary == 0
 
 
-def test_a_frame_has_no_more_tokens_than_an_upstream_sends_at_once() -> None:
+def test_a_frame_with_more_tokens_than_an_upstream_sends_is_refused() -> None:
     assert PartialSnapshot().add_part(snapshot_of([1] * SNAPSHOT_TOKENS, OWN), OWN, NO_FEATURES) is not None
     with pytest.raises(InvalidRequest, match=f"at most {SNAPSHOT_TOKENS}"):
         PartialSnapshot().add_part(snapshot_of([1] * (SNAPSHOT_TOKENS + 1), OWN), OWN, NO_FEATURES)

@@ -21,7 +21,7 @@ from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described, ticket
-from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
+from tests.e2e.protocol.stream_probe import WITHIN_S, End, Inbox, new_name, with_heartbeats
 
 
 class RawDrafter:
@@ -85,7 +85,7 @@ class RawDrafter:
 
     async def run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = pb.DraftUp(heartbeat=types_pb2.Heartbeat())
-        call = TreeSinkStub(channel).Draft(spoken(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
+        call = TreeSinkStub(channel).Draft(with_heartbeats(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
         try:
             await self.inbox.fill(self._while_reading(call))
         finally:
@@ -294,7 +294,7 @@ class RawRouter:
     async def run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = verifier_pb2.DecodeRequest()
         every_s = (self.start.lease_ms or 400) / 4000
-        call = VerifierStub(channel).Decode(spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
+        call = VerifierStub(channel).Decode(with_heartbeats(self._outgoing, heartbeat, every_s, lambda: self.beats))
         try:
             await self.inbox.fill(call)
         finally:

@@ -34,14 +34,14 @@ def by_the_page(tokens: list[int]) -> int:
     return digest
 
 
-async def test_the_page_s_formulas_and_vectors_are_what_the_code_computes() -> None:
+async def test_the_digest_formula_and_vectors_of_the_page_equal_the_code() -> None:
     rows = table(2)
     assert [name for name, _ in rows] == list(TEXTS)
     for name, digest in rows:
         assert int(digest, 16) == by_the_page(TEXTS[name]) == extend(EMPTY, TEXTS[name])
 
 
-async def test_a_tokenizer_s_digest_is_of_its_json_whatever_its_layout(verifier: str) -> None:
+async def test_a_tokenizers_digest_does_not_depend_on_its_json_layout(verifier: str) -> None:
     parsed = json.loads((MODELS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
     canonical = json.dumps(parsed, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
     digest = hashlib.sha256(canonical).digest()[:16]
@@ -100,7 +100,7 @@ async def test_a_delta_from_a_root_with_another_digest_is_answered_with_a_snapsh
         assert (await router.step()).accepted
 
 
-async def test_a_drafter_whose_copy_disagrees_discards_it_and_subscribes_anew(drafter: str, text: Text) -> None:
+async def test_a_drafter_with_a_drifted_mirror_subscribes_again(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream, whole = peer.stream, text.whole
         before = await refused_by(peer.drafter)

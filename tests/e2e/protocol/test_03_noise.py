@@ -67,7 +67,7 @@ def choice_by_the_page(logits: list[float], contract: Contract, tokens: list[int
     return max(kept, key=lambda x: (scaled[x] + gumbel[x], -x))
 
 
-def test_the_page_s_formulas_and_vectors_are_what_the_code_computes() -> None:
+def test_the_noise_formula_and_vectors_of_the_page_equal_the_code() -> None:
     rows = table(3)
     assert len(rows) == 4
     for name, key, bits in rows:
@@ -79,7 +79,7 @@ def test_the_page_s_formulas_and_vectors_are_what_the_code_computes() -> None:
 
 
 @pytest.mark.parametrize("t", [0, 1, 7, 1023])
-def test_g_is_as_the_page_has_it_and_bounded(t: int) -> None:
+def test_the_gumbel_noise_equals_the_pages_formula_and_is_finite(t: int) -> None:
     row = gumbel_row(7, 3, t, 4096)
     key = key_by_the_page(7, 3, t)
     assert row == pytest.approx([noise_by_the_page(key, x) for x in range(4096)], rel=1e-12)
@@ -87,7 +87,7 @@ def test_g_is_as_the_page_has_it_and_bounded(t: int) -> None:
     assert np.isfinite(row).all()
 
 
-def test_there_is_no_noise_at_temperature_0() -> None:
+def test_temperature_0_has_no_noise() -> None:
     rows = NoiseRows.of(Contract(seed=9, max_tokens=1, temperature=0.0), 100)
     assert rows.row(5) is None
 
@@ -127,7 +127,7 @@ def test_the_lowest_id_wins_a_tie() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_node_is_accepted_if_and_only_if_it_is_the_target_s_token(verifier: str, text: Text) -> None:
+async def test_a_node_is_accepted_if_and_only_if_it_has_the_targets_token(verifier: str, text: Text) -> None:
     right, root = text.answer, len(text.prompt) - 1
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=8) as router,

@@ -15,7 +15,7 @@ from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, hello_to, start_of, subscribed
-from tests.e2e.protocol.talk import WITHIN_S, new_name
+from tests.e2e.protocol.stream_probe import WITHIN_S, new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -26,7 +26,7 @@ SNAPSHOT_TOKENS = 4096
 WAITING_SUBSCRIPTIONS = 1024
 
 
-async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> None:
+async def test_the_drafting_stream_follows_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> None:
     root = len(text.prompt) + 3
     contract = pb.Snapshot(contract=text.contract).contract
     contract.max_tokens = 12
@@ -164,7 +164,7 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
         assert (await described(verifier)).refused_frames == before + 3 + 1 + WAITING_SUBSCRIPTIONS
 
 
-async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_terms() -> None:
+async def test_a_snapshot_is_sent_in_ordered_parts_and_only_the_last_has_the_terms() -> None:
     tokens = [position % 4096 for position in range(2 * SNAPSHOT_TOKENS + 5)]
     subscription = subscribed(tokens)
     parts = []
@@ -184,7 +184,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 
-async def test_position_0_voids_an_incomplete_snapshot_and_parts_out_of_order_have_the_drafter_subscribe_anew(
+async def test_position_0_restarts_a_snapshot_and_a_part_out_of_order_renews_the_subscription(
     drafter: str, text: Text
 ) -> None:
     async with upstream_of(drafter) as peer:
@@ -228,7 +228,7 @@ async def test_a_drafter_with_another_number_of_ids_is_accepted_and_is_sent_the_
             assert snapshot.vocabulary == snapshot.unpadded_vocabulary == there.vocabulary
 
 
-async def test_a_drafter_sends_ids_that_the_target_can_pick_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
+async def test_a_drafter_sends_ids_that_the_target_can_pick_and_reads_all_its_ids(drafter: str, text: Text) -> None:
     largest = 2**31 - 2
     whole = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
     async with upstream_of(drafter) as peer:

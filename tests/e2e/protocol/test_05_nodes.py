@@ -37,7 +37,7 @@ TREE_CAPACITY = 512
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
 
 
-async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafter: str, text: Text) -> None:
+async def test_ids_count_up_from_1_and_parents_precede_their_children(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream, copy = peer.stream, Copy()
         stream.snapshot(text.prompt)
@@ -57,7 +57,7 @@ async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafte
         assert max(copy.depth(identity) for identity in copy.tokens) > 3
 
 
-async def test_exhausted_means_that_nothing_more_comes_before_the_next_commit(drafter: str, text: Text) -> None:
+async def test_an_exhausted_drafter_sends_no_node_before_the_next_commit(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream = peer.stream
         stream.snapshot(text.prompt)
@@ -203,7 +203,7 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         assert (await router.step()).accepted
 
 
-async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_sender_is_informed(
+async def test_a_full_tree_drops_its_worst_leaf_for_a_better_node_and_informs_the_sender(
     verifier: str, text: Text
 ) -> None:
     async with (

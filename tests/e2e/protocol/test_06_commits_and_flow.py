@@ -19,7 +19,7 @@ from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting, hello_to
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 from tests.e2e.protocol.upstreams import Copy, Stream, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -34,7 +34,7 @@ NARROW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))  # a 
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
 
 
-async def test_a_commit_re_roots_and_what_lies_below_the_path_lives_on(verifier: str, text: Text) -> None:
+async def test_a_commit_moves_the_root_and_keeps_the_nodes_below_its_path(verifier: str, text: Text) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
         drafting(verifier) as drafter,
@@ -49,7 +49,7 @@ async def test_a_commit_re_roots_and_what_lies_below_the_path_lives_on(verifier:
         assert router.tokens == text.whole[: len(router.tokens)]
 
 
-async def test_deltas_and_commits_of_several_sessions_are_one_message_where_both_sides_take_it(
+async def test_deltas_and_commits_of_several_sessions_share_messages_if_both_sides_support_it(
     verifier: str, text: Text
 ) -> None:
     opening = {"tokens": text.prompt, "contract": text.contract, "plan": WIDE, "window": 4}
@@ -80,7 +80,7 @@ async def test_deltas_and_commits_of_several_sessions_are_one_message_where_both
         assert (await other.step()).accepted == 0
 
 
-async def test_a_drafter_sends_no_path_twice_and_goes_on_below_what_was_committed(drafter: str, text: Text) -> None:
+async def test_a_drafter_sends_no_path_twice_and_drafts_on_below_a_commit(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream, copy, committed = peer.stream, Copy(), list(text.prompt)
         paths: dict[int, tuple[int, ...]] = {}  # by id: all tokens of the session up to the node
@@ -118,7 +118,7 @@ def last_id(stream: Stream) -> int:
     return max((frame.first_id + len(frame.tokens) - 1 for frame in stream.inbox.of("delta")), default=0)
 
 
-async def test_a_node_beyond_the_credit_is_a_fault_and_up_to_it_is_none(verifier: str, text: Text) -> None:
+async def test_a_node_beyond_the_credit_is_a_fault_and_the_last_within_it_is_none(verifier: str, text: Text) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=2) as router,
         drafting(verifier) as drafter,
@@ -142,7 +142,7 @@ async def test_a_node_beyond_the_credit_is_a_fault_and_up_to_it_is_none(verifier
         assert "beyond the credit" in closed.reason
 
 
-async def test_the_price_is_a_path_score_and_comes_with_every_commit(verifier: str, text: Text) -> None:
+async def test_the_min_path_score_comes_with_every_commit(verifier: str, text: Text) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
         drafting(verifier) as drafter,
@@ -156,7 +156,7 @@ async def test_the_price_is_a_path_score_and_comes_with_every_commit(verifier: s
 
 
 @pytest.mark.parametrize(("price", "ahead"), [(0.15, False), (0.4, True)])
-async def test_a_drafter_neither_expands_nor_sends_below_the_price(
+async def test_a_drafter_neither_expands_nor_sends_below_the_min_path_score(
     drafter: str, text: Text, price: float, ahead: bool
 ) -> None:
     floor = price * price if ahead else price
@@ -180,7 +180,7 @@ async def test_a_drafter_neither_expands_nor_sends_below_the_price(
         assert min(math.exp(-score / 16) for score in copy.scores.values()) < floor
 
 
-async def test_a_price_of_1_has_a_drafter_rest_and_a_lower_one_draft(drafter: str, text: Text) -> None:
+async def test_a_min_path_score_of_1_has_a_drafter_rest_and_a_lower_one_draft(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer, open_channel(drafter) as channel:
         stub, stream = DrafterStub(channel), peer.stream
         before = (await stub.Describe(types_pb2.DescribeRequest())).levels
@@ -220,7 +220,7 @@ def lineage(copy: Copy, identity: int) -> Iterator[int]:
         yield identity
 
 
-async def test_plan_changes_come_in_commits_and_a_lower_version_replaces_nothing(verifier: str, text: Text) -> None:
+async def test_plan_changes_travel_in_commits_and_a_lower_version_is_ignored(verifier: str, text: Text) -> None:
     def version(number: int, **changes: int) -> types_pb2.Plan:
         return plan_to_pb(Plan(version=number, depth=4, overlap=Overlap.ALWAYS, **changes))
 
@@ -286,7 +286,7 @@ async def until_idle(pid: int) -> None:
             await asyncio.sleep(0.5)
 
 
-async def test_what_a_drafter_that_does_not_read_is_sent_joins_and_then_becomes_a_snapshot(
+async def test_commits_to_a_drafter_that_does_not_read_join_and_become_a_snapshot(
     verifier: str, cluster: LocalCluster, text: Text
 ) -> None:
     far_off, nearby = new_name(), new_name()

@@ -28,7 +28,7 @@ from outrider.wire.types import plan_to_pb
 from tests.e2e.mini_router import SIGNERS, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to
-from tests.e2e.protocol.talk import End, Inbox, end_of
+from tests.e2e.protocol.stream_probe import End, Inbox, end_of
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
@@ -202,7 +202,7 @@ async def test_the_seventeenth_drafter_of_a_session_is_refused(verifier: str, te
         await late.attach(router.session)
 
 
-async def test_a_subscription_that_is_far_too_large_is_refused_before_it_may_wait(verifier: str, text: Text) -> None:
+async def test_an_oversized_subscription_is_refused_before_it_waits(verifier: str, text: Text) -> None:
     async with unharmed(verifier, text) as bystander, drafting(verifier) as drafter:
         await drafter.subscribe("x" * SUBSCRIBE_BYTES, signed=b"")
         assert (await drafter.inbox.take("closed", 1)).reason.startswith("malformed: ")
@@ -377,7 +377,7 @@ async def test_bytes_that_are_not_even_http_harm_no_session(
     ],
     ids=["token", "plan", "contract", "rule"],
 )
-async def test_a_malformed_frame_of_an_upstream_is_counted_and_the_drafter_subscribes_anew(
+async def test_a_malformed_frame_of_an_upstream_is_counted_and_renews_the_subscription(
     drafter: str, text: Text, changes: dict[str, Any]
 ) -> None:
     async with upstream_of(drafter) as peer:

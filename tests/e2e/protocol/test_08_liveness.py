@@ -16,7 +16,7 @@ from router.sessions.verifier_link import HEARTBEATS_PER_LEASE
 from tests.e2e.mini_router import attach, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, drafting
-from tests.e2e.protocol.talk import Inbox
+from tests.e2e.protocol.stream_probe import Inbox
 from tests.e2e.protocol.upstreams import upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -105,7 +105,7 @@ async def test_a_peer_that_is_stuck_in_one_step_is_taken_for_dead(verifier: str,
         assert (await stream.inbox.take("subscribe")).session_id == peer.subscribed.session_id
 
 
-async def test_a_drafter_whose_stream_breaks_comes_back_while_it_is_attached(drafter: str, text: Text) -> None:
+async def test_an_attached_drafter_whose_stream_breaks_reconnects(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         peer.stream.snapshot(text.prompt)
         await peer.stream.inbox.take("delta")
@@ -122,9 +122,7 @@ async def test_a_drafter_whose_stream_breaks_comes_back_while_it_is_attached(dra
         assert len(peer.upstream.streams) == 3
 
 
-async def test_every_peer_sends_something_every_half_second_and_how_its_loop_goes(
-    verifier: str, drafter: str, text: Text
-) -> None:
+async def test_every_peer_sends_a_heartbeat_every_half_second(verifier: str, drafter: str, text: Text) -> None:
     async def regular(inbox: Inbox) -> list[types_pb2.Heartbeat]:
         inbox.frames.clear()
         for _ in range(3):
@@ -181,7 +179,7 @@ async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_k
     assert HEARTBEATS_PER_LEASE == 4  # of the real router, in a lease
 
 
-async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it_thaws(
+async def test_a_frozen_drafter_costs_only_speed_and_returns_when_it_thaws(
     cluster: LocalCluster, verifier: str, text: Text
 ) -> None:
     process = cluster.processes["drafter-1"]

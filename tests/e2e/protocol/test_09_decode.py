@@ -19,14 +19,14 @@ from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, start_of
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 DEEP = plan_to_pb(Plan(version=1, depth=64, width=4, nodes=64, wait_us=0))
 
 
-async def test_the_sequence_from_start_to_the_end_of_the_call(verifier: str, text: Text) -> None:
+async def test_the_decoding_call_follows_the_sequence_from_start_to_its_end(verifier: str, text: Text) -> None:
     contract = types_pb2.Contract()
     contract.CopyFrom(text.contract)
     contract.max_tokens = 6
@@ -52,7 +52,7 @@ async def test_the_sequence_from_start_to_the_end_of_the_call(verifier: str, tex
         assert (await router.inbox.end()).code is grpc.StatusCode.OK
 
 
-async def test_a_stop_id_ends_the_generation_behind_it(verifier: str, text: Text) -> None:
+async def test_a_generation_ends_after_its_stop_id(verifier: str, text: Text) -> None:
     contract = types_pb2.Contract()
     contract.CopyFrom(text.contract)
     contract.stop_ids.append(text.answer[5])
@@ -72,9 +72,7 @@ async def test_a_stop_id_ends_the_generation_behind_it(verifier: str, text: Text
         assert (await router.inbox.take("finished")).reason == types_pb2.FINISH_REASON_STOP
 
 
-async def test_never_more_than_the_window_is_committed_beyond_the_durable_position_whatever_the_tree(
-    verifier: str, text: Text
-) -> None:
+async def test_a_verifier_commits_at_most_the_window_beyond_the_durable_position(verifier: str, text: Text) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4, plan=DEEP) as router,
         drafting(verifier) as oracle,
@@ -94,7 +92,7 @@ async def test_never_more_than_the_window_is_committed_beyond_the_durable_positi
         assert max(report.accepted for report in router.reports) <= 3
 
 
-async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str, text: Text) -> None:
+async def test_a_verifier_reports_how_many_tokens_its_kv_covers(verifier: str, text: Text) -> None:
     prompt = text.prompt[::-1]  # no other test has this prompt
     opening = {"contract": text.contract, "window": 20}
     async with decoding(verifier, tokens=prompt, **opening) as router:
@@ -111,7 +109,9 @@ async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "break"])
-async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verifier: str, text: Text, how: str) -> None:
+async def test_the_end_of_a_call_stops_decoding_within_a_step_and_keeps_the_kv(
+    verifier: str, text: Text, how: str
+) -> None:
     prompt = text.prompt[5:]
     async with decoding(verifier, tokens=prompt, contract=text.contract, window=300) as router:
         await router.generated(10)
@@ -135,7 +135,7 @@ async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verif
         assert (await router.inbox.take("started")).cached == len(tokens) - 1
 
 
-async def test_generations_of_a_stream_come_in_one_message_and_end_alone(verifier: str, text: Text) -> None:
+async def test_generations_of_a_stream_share_messages_and_end_separately(verifier: str, text: Text) -> None:
     starts = [
         await start_of(verifier, tokens=text.prompt, contract=text.contract, window=8, handle=handle)
         for handle in (1, 2, 3)
@@ -196,7 +196,7 @@ async def test_messages_that_are_no_generation_s_end_the_stream(verifier: str, t
         await idle(verifier)
 
 
-async def test_a_generation_ends_by_what_is_malformed_of_it(verifier: str, text: Text) -> None:
+async def test_a_malformed_frame_ends_its_generation(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
     for message, details in (
         ({"durable": len(text.prompt) + 2}, "durable"),
@@ -253,7 +253,7 @@ async def test_a_wrong_start_is_refused_by_its_field(
     await idle(verifier)
 
 
-async def test_a_session_more_than_there_are_slots_is_refused_with_a_time_to_come_back(verifier: str) -> None:
+async def test_a_session_beyond_the_slots_is_refused_with_a_retry_time(verifier: str) -> None:
     async with AsyncExitStack() as stack:
         for _ in range((await idle(verifier)).slots):
             await stack.enter_async_context(decoding(verifier, window=1))
@@ -272,7 +272,7 @@ async def test_a_start_waits_a_moment_for_a_slot_that_is_about_to_be_given_back(
         await late.inbox.take("started")
 
 
-async def test_a_text_that_was_read_beforehand_is_found_by_the_session_that_comes(verifier: str, text: Text) -> None:
+async def test_a_session_uses_the_kv_of_a_prefilled_text(verifier: str, text: Text) -> None:
     async with asyncio.timeout(10):
         while (there := await described(verifier)).sessions:  # of the test before; their ends are under way
             await asyncio.sleep(0.01)

@@ -64,7 +64,7 @@ async def read(redis: Redis, session: str) -> Read:
     return Read(record, tokens, beside, ends)
 
 
-async def test_the_log_is_never_behind_what_a_client_saw(
+async def test_the_log_is_never_behind_the_tokens_that_a_client_received(
     redis: Redis, client: outrider.AsyncClient, prompts: list[str]
 ) -> None:
     seen: list[int] = []
@@ -81,7 +81,7 @@ async def test_the_log_is_never_behind_what_a_client_saw(
     assert chunks > 10
 
 
-async def test_the_stream_has_tokens_by_their_position_log_probabilities_beside_them_and_ends(
+async def test_the_redis_stream_has_tokens_by_position_their_log_probabilities_and_ends(
     redis: Redis, client: outrider.AsyncClient
 ) -> None:
     session = (await client.create_session()).session_id
@@ -132,7 +132,9 @@ async def test_an_owner_that_lost_its_epoch_appends_nothing_and_reports_that(
     assert "".join([chunk.text async for chunk in resumed]) == whole.text
 
 
-async def test_appends_that_agree_may_be_repeated_and_no_others(redis: Redis, client: outrider.AsyncClient) -> None:
+async def test_an_append_that_agrees_with_the_log_may_be_repeated_and_no_other(
+    redis: Redis, client: outrider.AsyncClient
+) -> None:
     answer = await client.generate([9, 9, 9], temperature=0, max_tokens=4, ignore_eos=True, timeout=60)
     sessions = Sessions(redis, ttl_s=60, lease_s=10, resume_ttl_s=60)
     record = await sessions.get(answer.session_id)

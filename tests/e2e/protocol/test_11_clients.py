@@ -19,7 +19,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.peers import idle
-from tests.e2e.protocol.talk import End, end_of
+from tests.e2e.protocol.stream_probe import End, end_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -102,7 +102,7 @@ async def test_a_resume_from_any_chunk_repeats_nothing_and_loses_nothing(
     assert (again.seed, again.generation) == (started.seed, started.generation)
 
 
-async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: InferenceStub) -> None:
+async def test_resuming_takes_a_generation_over_and_aborts_its_earlier_reader(stub: InferenceStub) -> None:
     long = request(max_tokens=600)  # so that it is not over before it is resumed
     long.speculation.policy = "off"
     first = aiter(stub.Generate(long, timeout=TIMEOUT_S))
@@ -118,9 +118,7 @@ async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: Inferenc
     assert chunk.text + text_of(rest) == text_of(alone)
 
 
-async def test_when_the_call_breaks_computing_stops_and_the_generation_stays(
-    stub: InferenceStub, verifier: str
-) -> None:
+async def test_a_broken_call_stops_the_computation_and_keeps_the_generation(stub: InferenceStub, verifier: str) -> None:
     call = stub.Generate(request(max_tokens=900, policy="off"), timeout=TIMEOUT_S)
     session = (await call.read()).started.session_id
     await call.read()
@@ -155,7 +153,9 @@ async def test_a_deadline_ends_the_generation(stub: InferenceStub) -> None:
     assert known.reason == types_pb2.FINISH_REASON_DEADLINE
 
 
-async def test_turns_go_on_and_another_past_forks(stub: InferenceStub, tokenizer: Tokenizer) -> None:
+async def test_a_turn_continues_its_session_and_a_differing_history_forks(
+    stub: InferenceStub, tokenizer: Tokenizer
+) -> None:
     started, chunks, _ = await answered(stub.Generate(request(max_tokens=20), timeout=TIMEOUT_S))
     history = tokenizer.encode("import os\n").ids + tokens_of(chunks)
     for generation, further in ((2, [5, 6]), (3, [7])):
@@ -203,7 +203,7 @@ def wrong(field: str) -> tuple[str, str]:
     return "InvalidRequest", field
 
 
-async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(stub: InferenceStub) -> None:
+async def test_statuses_carry_advice_and_the_error_class_in_the_trailer(stub: InferenceStub) -> None:
     running = stub.Generate(request(), timeout=TIMEOUT_S)
     session = (await running.read()).started.session_id
     busy = await failed(stub.Generate(request(session=session)))  # at once: it has ended before long
@@ -245,7 +245,7 @@ async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(
         ), end
 
 
-async def test_a_router_that_is_full_sends_when_to_come_back(stub: InferenceStub, cluster: LocalCluster) -> None:
+async def test_a_full_router_sends_a_retry_time(stub: InferenceStub, cluster: LocalCluster) -> None:
     await idle(cluster.processes["verifier-0"].address)
     calls = [stub.Generate(request(seed=number), timeout=TIMEOUT_S) for number in range(16)]
     try:

@@ -33,7 +33,7 @@ def rows(*tokens: int) -> list[pb.DrawnFrom]:
     return [pb.DrawnFrom(tokens=sorted([token, (token + 1) % 4096]), weights=[3, 7]) for token in tokens]
 
 
-async def test_the_page_s_rules_are_those_of_the_code() -> None:
+async def test_the_rules_on_the_page_equal_those_of_the_code() -> None:
     drawn = {
         ChildSampling.FREELY: "any; best by log q + g",
         ChildSampling.RANKED: "any; best by log q",
@@ -53,7 +53,7 @@ async def test_the_page_s_rules_are_those_of_the_code() -> None:
     assert table(12) == expected
 
 
-async def test_under_target_match_no_draw_depends_on_what_was_drafted(verifier: str, drafter: str, text: Text) -> None:
+async def test_no_draw_depends_on_drafted_nodes_under_target_match(verifier: str, drafter: str, text: Text) -> None:
     """A drafter knows the seed: it could choose among several draws of a token by where it lets steps end."""
     contract = Contract(seed=11, max_tokens=96, temperature=0.8, rule="target-match")
     plain = await decode(verifier, text.prompt, contract, plan=OFF)
@@ -62,7 +62,7 @@ async def test_under_target_match_no_draw_depends_on_what_was_drafted(verifier: 
     assert drafted.tokens == plain.tokens
 
 
-async def test_a_chain_that_was_drawn_is_accepted_as_far_as_it_is_right(verifier: str, greedy: Text) -> None:
+async def test_a_drawn_chain_is_accepted_up_to_its_first_wrong_token(verifier: str, greedy: Text) -> None:
     right, root = greedy.answer, len(greedy.prompt) - 1
     async with (
         decoding(verifier, tokens=greedy.prompt, contract=greedy.contract, window=8) as router,
@@ -97,7 +97,7 @@ async def test_a_chain_that_was_drawn_is_accepted_as_far_as_it_is_right(verifier
     ],
     ids=lambda wrong: str(wrong["drawn"]),
 )
-async def test_what_cannot_have_been_drawn_costs_the_session_its_drafter(
+async def test_an_impossible_draw_costs_the_session_its_drafter(
     verifier: str, greedy: Text, wrong: dict[str, Any]
 ) -> None:
     right, root = greedy.answer[8:11], len(greedy.prompt) - 1
@@ -122,7 +122,7 @@ async def test_what_cannot_have_been_drawn_costs_the_session_its_drafter(
         assert router.tokens == greedy.whole[: len(router.tokens)]
 
 
-async def test_children_come_at_once_and_a_session_has_one_drafter(verifier: str, greedy: Text) -> None:
+async def test_drawn_children_come_at_once_and_a_session_has_one_drafter(verifier: str, greedy: Text) -> None:
     right, root = greedy.answer, len(greedy.prompt) - 1
     async with (
         decoding(verifier, tokens=greedy.prompt, contract=greedy.contract, window=8) as router,

@@ -54,7 +54,7 @@ async def between(drafter: str) -> AsyncIterator[Between]:
             yield Between(mid.stream, below, mid, SIGNERS[drafter].sign(permit))
 
 
-async def test_nodes_go_up_at_once_with_their_origin_and_are_then_judged(drafter: str, text: Text) -> None:
+async def test_nodes_go_up_at_once_with_their_origin_and_are_judged_afterwards(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0, answer_position=30)
         await peers.subscribe()
@@ -110,7 +110,7 @@ async def test_a_drafter_that_joins_when_the_tree_is_drawn_is_sent_its_best_too(
         assert (await peers.below.inbox.take("hints")).tokens
 
 
-async def test_commits_go_down_with_all_terms(drafter: str, text: Text) -> None:
+async def test_commits_are_forwarded_to_lower_tiers_with_all_terms(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()
@@ -123,7 +123,7 @@ async def test_commits_go_down_with_all_terms(drafter: str, text: Text) -> None:
         assert commit.credit <= 100
 
 
-async def test_what_is_dropped_above_is_reported_to_whom_it_came_from(drafter: str, text: Text) -> None:
+async def test_a_drop_by_the_upstream_is_reported_to_the_sender_of_the_node(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=0.99)
         await peers.subscribe()
@@ -135,7 +135,7 @@ async def test_what_is_dropped_above_is_reported_to_whom_it_came_from(drafter: s
         assert [list(frame.dropped) for frame in peers.below.inbox.of("commit") if frame.dropped] == [[2]]
 
 
-async def test_when_its_own_subscription_ends_so_do_those_below(drafter: str, text: Text) -> None:
+async def test_the_end_of_a_drafters_own_subscription_ends_those_below(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH])
         await peers.subscribe()
@@ -145,7 +145,7 @@ async def test_when_its_own_subscription_ends_so_do_those_below(drafter: str, te
         assert closed.attachment == 1
 
 
-async def test_when_it_begins_anew_they_get_a_snapshot(drafter: str, text: Text) -> None:
+async def test_a_new_snapshot_from_above_gives_lower_tiers_a_snapshot(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()
@@ -230,7 +230,7 @@ async def test_malformed_hints_are_refused_and_counted(drafter: str, text: Text)
         assert (await peer.drafter.Describe(types_pb2.DescribeRequest())).refused_frames == before + 1
 
 
-async def test_below_hints_a_drafter_drafts_on(drafter: str, text: Text) -> None:
+async def test_a_drafter_drafts_on_below_hints(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         peer.stream.snapshot(text.whole[:LENGTH])
         await peer.stream.inbox.until(lambda: any(frame.exhausted for frame in peer.stream.inbox.of("delta", 1)))

@@ -31,7 +31,7 @@ from tests.e2e.mini_router import trust
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
 from tests.e2e.protocol.peers import decoding, drafting, subscribed
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from tests.engine.taught import features_of, random_heads
 
@@ -94,7 +94,7 @@ async def test_the_digest_is_as_the_page_specifies(tmp_path: Path) -> None:
     assert fusion_digest(tmp_path) == digest_of(weights_digest(tmp_path), "eagle", ())
 
 
-async def test_each_token_comes_with_the_features_of_the_one_before(featured: Featured, text: Text) -> None:
+async def test_each_token_carries_the_features_of_its_predecessor(featured: Featured, text: Text) -> None:
     """In a snapshot from the second token on, and in every commit; the target's own, fused."""
     digest = fusion_digest(featured.heads)
     async with (
@@ -140,7 +140,7 @@ async def test_a_snapshot_waits_for_the_first_commit_and_no_step_for_its_drafter
                 assert np.abs(numbers(snapshot.features) - expected).max() < 0.01 * np.abs(expected).max()
 
 
-async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
+async def test_a_drafter_that_asks_for_missing_features_is_sent_the_remedy(
     featured: Featured, verifier: str, text: Text
 ) -> None:
     for address, why in ((verifier, "this upstream gives none"), (featured.verifier, "give both the same folder")):
@@ -153,7 +153,7 @@ async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
             assert why in closed.reason
 
 
-async def test_nothing_more_is_read_of_a_session_that_was_given_up_in_the_middle_of_its_snapshot() -> None:
+async def test_a_session_given_up_during_its_snapshot_is_not_read_further() -> None:
     """Its slot may be another tenant's by then."""
     stream = UpstreamStream("d", types_pb2.Heartbeat)
     parts = (pb.Snapshot(attachment=1, position=position) for position in range(3))
@@ -176,7 +176,7 @@ async def test_joined_commits_have_their_rows_joined() -> None:
 
 
 @pytest.mark.parametrize(("count", "width"), [(6000, 1024), (90, 256), (2, 256), (20_000, 4096)])
-async def test_a_snapshot_s_features_are_of_its_end_and_come_in_parts(count: int, width: int) -> None:
+async def test_a_snapshots_features_cover_its_end_and_are_sent_in_parts(count: int, width: int) -> None:
     fused = SimpleNamespace(width=width, rows=lambda start, stop: bytes(2 * width * (stop - start)))
     subscription = subscribed([7] * count, fused)
     known, rows, largest = 0, 0, 0
@@ -200,7 +200,9 @@ def malformed() -> Iterator[tuple[str, dict[str, bytes], dict[str, bytes]]]:
     yield "infinite", {"features": 7 * row + row[2:] + b"\x80\x7f"}, {"features": row + b"\x80\xff" + row[2:]}
 
 
-async def test_a_drafter_refuses_malformed_features_and_drafts_from_good_ones(featured: Featured, text: Text) -> None:
+async def test_a_drafter_refuses_malformed_features_and_drafts_from_valid_features(
+    featured: Featured, text: Text
+) -> None:
     row = bytes(2 * WIDTH)
     async with upstream_of(featured.drafter) as peer:
         stream, number = peer.stream, 1

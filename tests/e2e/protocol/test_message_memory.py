@@ -25,7 +25,7 @@ from router.sessions.verifier_link import VerifierLink
 from tests.e2e.mini_router import ticket
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, described, hello_to
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.stream_probe import new_name
 from tests.e2e.protocol.upstreams import refused_by
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.e2e.protocol.page import headings
 
 
-def test_every_numbered_heading_has_its_test_file_and_every_file_its_heading() -> None:
+def test_every_numbered_heading_has_exactly_one_test_file() -> None:
     files = sorted(Path(__file__).parent.glob("test_[0-9]*.py"))
     assert [int(file.name[5:7]) for file in files] == list(headings())
     for file, (number, title) in zip(files, headings().items(), strict=True):

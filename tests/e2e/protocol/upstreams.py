@@ -20,7 +20,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub, TreeSinkServicer, add_TreeSinkServicer_to_server
 from outrider.wire.types import contract_to_pb, plan_to_pb
 from tests.e2e.mini_router import SPECULATE
-from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
+from tests.e2e.protocol.stream_probe import WITHIN_S, End, Inbox, new_name, with_heartbeats
 
 _known: set[str] = set()  # where drafters have been: there they would go on to number their subscriptions
 
@@ -80,7 +80,7 @@ class RawUpstream(TreeSinkServicer):
         reading = asyncio.create_task(stream.inbox.fill(requests))
         heartbeat = pb.DraftDown(heartbeat=types_pb2.Heartbeat())
         try:
-            async for frame in spoken(stream.outgoing, heartbeat, HEARTBEAT_S, lambda: stream.beats):
+            async for frame in with_heartbeats(stream.outgoing, heartbeat, HEARTBEAT_S, lambda: stream.beats):
                 await context.write(frame)
         finally:
             reading.cancel()

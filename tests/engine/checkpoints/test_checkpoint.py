@@ -113,7 +113,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (configure(vocab_size=2**27), ["model.safetensors", "embed_tokens", "[131, 64]"]),  # before memory is taken
     ],
 )
-def test_what_is_wrong_with_a_checkpoint_is_named(
+def test_a_defect_of_a_checkpoint_is_named(
     good: Path, tmp_path: Path, harm: Callable[[Path], None], named: list[str]
 ) -> None:
     folder = tmp_path / "checkpoint"
@@ -180,7 +180,7 @@ def loaded(folder: Path) -> tuple[Engine | None, str]:
         return None, str(error)
 
 
-def test_shards_give_the_same_logits_as_one_file(good: Path, tmp_path: Path) -> None:
+def test_shards_give_the_logits_of_one_file(good: Path, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     tokens = np.arange(20)

@@ -75,7 +75,7 @@ def test_a_file_that_changes_between_two_reads_is_named(change: Callable[[Path],
 
 
 @pytest.mark.timeout(10)
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match="no regular file"):
         read_config(tmp_path)
@@ -142,7 +142,7 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         json.dumps({}),
     ],
 )
-def test_the_error_of_a_damaged_header_quotes_nothing_of_it(header: str, tmp_path: Path) -> None:
+def test_the_error_of_a_damaged_header_quotes_none_of_its_bytes(header: str, tmp_path: Path) -> None:
     content = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or corrupt") as refused:
@@ -152,7 +152,7 @@ def test_the_error_of_a_damaged_header_quotes_nothing_of_it(header: str, tmp_pat
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_a_file_holds_its_tensors_lie_in_it(file: Path, data: st.DataObject) -> None:
+def test_tensors_of_a_damaged_file_lie_inside_it(file: Path, data: st.DataObject) -> None:
     save_file({"a": np.arange(3.0), "b": np.zeros((2, 0), np.float16), "c": np.arange(5, dtype=np.int8)}, file)
     content = bytearray(file.read_bytes())
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):

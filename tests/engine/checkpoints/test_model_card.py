@@ -31,7 +31,7 @@ def card(target: Path = TARGET) -> ModelCard:
     )
 
 
-def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_card_is_read_back_unchanged(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     write_card(tmp_path, card())
     assert read_card(tmp_path) == card()
@@ -68,7 +68,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path: Path) -> 
     assert len({weights_digest(folder) for folder in (TARGET, MID, changed)}) == 3
 
 
-def test_a_padded_target_has_the_same_digest_so_its_speculators_fit(tmp_path: Path) -> None:
+def test_a_padded_target_keeps_its_digest_so_its_speculators_fit(tmp_path: Path) -> None:
     pad_checkpoint(TARGET, tmp_path / "padded", parameters=9_000_000)
     assert weights_digest(tmp_path / "padded") == weights_digest(TARGET)
 

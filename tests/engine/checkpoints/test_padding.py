@@ -22,8 +22,8 @@ from outrider.engine.checkpoints.padding import (
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
-from tests.disks import small_disk
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
+from tests.full_disk import small_disk
 
 TOKENS = np.random.default_rng(1).integers(0, 50, 90)
 
@@ -49,7 +49,7 @@ def test_padding_changes_no_logit(shape: str, tmp_path: Path) -> None:
     assert_same(logits(padded), expected)
 
 
-def test_the_padded_target_costs_what_was_asked_and_gives_the_same_logits(tmp_path: Path) -> None:
+def test_a_padded_target_has_the_requested_size_and_equal_logits(tmp_path: Path) -> None:
     padded = tmp_path / "padded"
     parameters = pad_checkpoint(MODELS / "target", padded, parameters=30_000_000)
     assert abs(parameters - 30_000_000) < 1_500_000
@@ -78,7 +78,7 @@ def test_shapes_are_close_to_the_size_that_is_asked(millions: int) -> None:
     assert 1.0 <= shape.ffn / shape.width <= 5.0
 
 
-def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
+def test_impossible_paddings_are_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     with pytest.raises(CheckpointError, match="parameters already"):
         pad_checkpoint(source, tmp_path / "padded", parameters=1000)
@@ -103,7 +103,7 @@ def test_known_shapes_have_as_many_parameters_as_the_models(name: str, parameter
     assert count_parameters(config, known_shape(name, config)) == parameters
 
 
-def test_a_checkpoint_in_a_known_shape_gives_the_same_logits_and_no_others(shaped: Path) -> None:
+def test_a_checkpoint_in_a_known_shape_gives_equal_logits_and_masks_its_padding(shaped: Path) -> None:
     config, expected = read_config(shaped), logits(MODELS / "target")
     assert (config.width, config.layers, config.group, config.vocabulary, config.unpadded_vocabulary, config.tied) == (
         512, 8, 4, 6000, 4096, False,
@@ -118,7 +118,7 @@ def test_a_checkpoint_in_a_known_shape_gives_the_same_logits_and_no_others(shape
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_checkpoint_in_a_known_shape_gives_the_same_tokens(shaped: Path, temperature: float) -> None:
+def test_a_checkpoint_in_a_known_shape_gives_equal_tokens(shaped: Path, temperature: float) -> None:
     contract = Contract(seed=3, max_tokens=40, temperature=temperature)
     texts = []
     for folder in (MODELS / "target", shaped):
@@ -135,7 +135,7 @@ def test_a_checkpoint_in_a_known_shape_gives_the_same_tokens(shaped: Path, tempe
     assert max(texts[1]) < 4096
 
 
-def test_a_drafter_gets_a_larger_vocabulary_and_nothing_else(tmp_path: Path) -> None:
+def test_padding_a_drafters_vocabulary_changes_no_other_setting(tmp_path: Path) -> None:
     padded = tmp_path / "padded"
     pad_checkpoint(MODELS / "drafter", padded, vocabulary=6000)
     before, after = read_config(MODELS / "drafter"), read_config(padded)
@@ -177,7 +177,7 @@ def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest
     assert_same(Reference.load(tmp_path / "padded").logits(TOKENS)[:, :4096], logits(MODELS / "drafter"))
 
 
-def test_what_does_not_fit_into_a_known_shape_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_a_known_shape_is_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "untied-wide-heads")
     with pytest.raises(CheckpointError, match=r"must be one of llama-3\.1-8b"):
         pad_checkpoint(source, tmp_path / "padded", shape="gpt-2")

@@ -55,7 +55,7 @@ def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_peft(shape: str, tmp_path: Path) -> None:
+def test_logits_with_an_adapter_equal_those_of_peft(shape: str, tmp_path: Path) -> None:
     assert_logits_of_peft(load, shape, tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_scales_and_ranks_of_each_module_are_those_of_peft(
 
 @pytest.mark.parametrize("instructions", _native.instruction_sets())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_a_row_s_bits_do_not_depend_on_the_adapters_of_others(
+def test_a_rows_bits_do_not_depend_on_the_adapters_of_other_rows(
     dtype: str, instructions: str, checkpoint: Path, folders: list[Path]
 ) -> None:
     """Texts with three adapters and without one, alone and in one pass, in chunks, by one thread and by three."""
@@ -117,7 +117,7 @@ def test_trees_see_the_adapter_too(checkpoint: Path, folders: list[Path]) -> Non
         assert np.array_equal(row, engine.forward([adapted(prompt(1, path, wanted=1), changed)])[0])
 
 
-def test_features_of_all_rows_are_those_with_the_adapter(checkpoint: Path, folders: list[Path]) -> None:
+def test_features_of_all_rows_include_the_adapter(checkpoint: Path, folders: list[Path]) -> None:
     engine = load(checkpoint, features=Features((), all_rows=True))
     text = random_tokens(engine, np.random.default_rng(5), 9)
     changed, _ = engine.load_adapter(folders[0])
@@ -160,7 +160,7 @@ def test_adapters_are_loaded_while_passes_run(checkpoint: Path, folders: list[Pa
     assert not wrong
 
 
-def test_what_a_pass_has_used_cannot_be_changed(checkpoint: Path, folders: list[Path]) -> None:
+def test_an_adapter_used_by_a_pass_cannot_be_changed(checkpoint: Path, folders: list[Path]) -> None:
     engine = load(checkpoint)
     changed, _ = engine.load_adapter(folders[0])
     a, b = np.zeros((2, 64), np.float32), np.zeros((64, 2), np.float32)
@@ -171,7 +171,7 @@ def test_what_a_pass_has_used_cannot_be_changed(checkpoint: Path, folders: list[
 
 
 @pytest.mark.parametrize("given", ["name", 3, object()])
-def test_what_is_no_adapter_is_refused(given: object, checkpoint: Path) -> None:
+def test_a_foreign_object_is_refused_as_an_adapter(given: object, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="adapter"):
         load(checkpoint).forward([adapted(prompt(0, np.arange(3)), given)])
 
@@ -285,7 +285,7 @@ def test_a_rank_is_bounded(checkpoint: Path, tmp_path: Path) -> None:
         read_adapter(folder, config)
 
 
-def test_the_device_s_engine_gives_the_same_logits(checkpoint: Path, folders: list[Path]) -> None:
+def test_the_device_engine_gives_equal_logits_with_adapters(checkpoint: Path, folders: list[Path]) -> None:
     from outrider.engine.gpu import DeviceEngine
 
     engine = load(checkpoint)

@@ -42,7 +42,7 @@ def best_of(logits: Logits, row: int) -> tuple[list[int], list[float]]:
     return best.tokens.tolist(), best.scores.tolist()
 
 
-def test_there_is_always_a_portable_set_and_the_best_comes_first() -> None:
+def test_the_portable_instruction_set_comes_last_and_the_best_first() -> None:
     assert SETS[-1] == "portable"
     assert load().computed_by == f"compiled kernels ({SETS[0]})"
 
@@ -147,7 +147,7 @@ def test_only_segments_with_a_draw_are_drawn_from() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
-def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: int, temperature: float) -> None:
+def test_a_verify_call_returns_the_tokens_along_the_chosen_path_alone(seed: int, temperature: float) -> None:
     engine, random = _drawing(SETS[0]), np.random.default_rng(seed)
     text, draw = random_text(engine, random, 9), Draw(seed, temperature)
     engine.forward([prompt(0, text[:-1])])
@@ -221,7 +221,7 @@ def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_bound_on_memory_is_kept_to_and_what_is_released_is_taken_again(dtype: str) -> None:
+def test_a_kv_memory_bound_holds_and_released_pages_are_reused(dtype: str) -> None:
     bound = load(slots=1, dtype=dtype).kv_bytes * 2
     engine, free = load(slots=8, dtype=dtype, kv_memory=bound), load(slots=8, dtype=dtype)
     assert engine.kv_bytes <= bound < free.kv_bytes
@@ -269,7 +269,7 @@ def test_slots_that_take_one_another_s_rows_never_run_out_of_pages() -> None:
 
 @settings(max_examples=150, derandomize=True, database=None)
 @given(st.data())
-def test_it_refuses_what_a_segment_s_check_refuses_and_nothing_else(data: st.DataObject) -> None:
+def test_the_engine_refuses_exactly_the_segments_that_the_check_refuses(data: st.DataObject) -> None:
     engine = _drawing(SETS[0])
     count = data.draw(st.integers(0, 4))
     number = st.sampled_from([-(2**62), -1, 0, 1, 3, 4095, 4096, 2**31, 2**62])
@@ -341,7 +341,7 @@ def test_a_buffer_that_is_too_small_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("change", [{"slots": 0}, {"rows": 1}])
-def test_an_engine_without_room_is_refused(change: dict[str, int]) -> None:
+def test_an_engine_without_slots_or_rows_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="an engine needs a slot and two rows"):
         load(**change)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ SOURCES = ROOT / "outrider/engine/cpu/src"
 
 @pytest.mark.extended
 @pytest.mark.parametrize("tiles", [False, True])
-def test_they_compute_what_the_portable_ones_compute(tiles: bool, tmp_path: Path) -> None:
+def test_kernels_of_every_instruction_set_equal_the_portable_ones(tiles: bool, tmp_path: Path) -> None:
     """`tiles`: with Intel's in emulation, as far as this processor has what is used beside them."""
     sets = {*_native.instruction_sets()}
     sets |= {"amx"} if tiles and "avx512_bf16" in sets else set()

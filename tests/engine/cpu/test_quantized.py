@@ -30,7 +30,7 @@ BF16 = 2.0**-7  # the most that a step of bfloat16 is of a value; rounding errs 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
+def test_a_quantized_copys_logits_differ_within_the_quantization_error(
     shape: str, dtype: Quantized, tmp_path: Path
 ) -> None:
     """Rounding to a step s errs by s / sqrt(12) (root mean square), relative to what is rounded.
@@ -65,7 +65,7 @@ def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
     assert np.array_equal(logits[path], alone[len(history) :])
 
 
-def test_the_bytes_of_a_pass_are_those_of_codes_and_scales() -> None:
+def test_a_quantized_pass_reads_the_bytes_of_codes_and_scales() -> None:
     config = read_config(MODELS / "target")
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears = [  # outputs and inputs

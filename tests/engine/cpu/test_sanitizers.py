@@ -30,7 +30,7 @@ def library(name: str) -> str:
     [("address,undefined", "libasan.so"), ("thread", "libtsan.so")],
     ids=["memory", "threads"],
 )
-def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> None:
+def test_sanitizers_find_no_error(sanitizers: str, runtime: str, tmp_path: Path) -> None:
     """Memory out of bounds or gone, undefined behaviour, two threads at one place without order."""
     built = tmp_path / "_native.so"
     flags = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-psabi"]
@@ -57,7 +57,7 @@ def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> 
     assert ran.stdout.startswith("exercise: passes=")
 
 
-def test_a_million_passes_leave_nothing_behind() -> None:
+def test_a_million_passes_leak_no_memory() -> None:
     dice = np.random.default_rng(3)
     model, _, _ = make(_native, dice, KINDS[0], "", 1, ())
     segments = [segment(dice, 0)]

@@ -141,7 +141,7 @@ def test_texts_of_several_adapters_and_without_share_passes(
         prompts = [tree.segment(slot, lengths[slot]) for slot, tree in enumerate(trees)]
 
 
-def test_adapters_come_and_go_while_recordings_stay(
+def test_adapters_are_loaded_and_dropped_while_recordings_stay(
     checkpoint: Path, folders: list[Path], references: list[CpuEngine]
 ) -> None:
     """What an adapter that was dropped left behind is overwritten, so that a pass that read it would show."""
@@ -170,7 +170,7 @@ def test_adapters_come_and_go_while_recordings_stay(
     assert len(tapes.tapes) == recorded
 
 
-def test_all_passes_are_recorded_before_there_is_an_adapter(
+def test_all_passes_are_recorded_before_an_adapter_is_loaded(
     checkpoint: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.engine.gpu.engine.ROWS", (1, 8))
@@ -280,7 +280,7 @@ def test_layers_that_are_left_out_take_their_part_of_the_adapter_along(
 
 @pytest.mark.parametrize("given", ["name", 3, object()])
 @pytest.mark.parametrize("adapters", [0, 4])
-def test_what_is_no_adapter_is_refused(given: object, adapters: int, checkpoint: Path) -> None:
+def test_a_foreign_object_is_refused_as_an_adapter(given: object, adapters: int, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="adapter"):
         on_device(checkpoint, adapters=adapters).forward([adapted(prompt(0, np.arange(3)), given)])
 
@@ -357,7 +357,7 @@ def test_the_number_of_adapters_reaches_the_device_s_engine(checkpoint: Path, mo
     assert found == [0, 7]
 
 
-def test_all_parts_of_a_divided_segment_have_its_adapter() -> None:
+def test_all_parts_of_a_divided_segment_keep_its_adapter() -> None:
     mark = object()
     chain = adapted(prompt(0, np.zeros(2 * MOST_ROWS + 5, np.int64)), mark)
     rows = 600

@@ -111,7 +111,7 @@ def texts(engines: tuple[DeviceEngine, DeviceEngine, Tapes]) -> Texts:
     return made
 
 
-def test_texts_of_several_contracts_go_on_by_themselves(texts: Texts) -> None:
+def test_texts_of_several_contracts_continue_without_the_host(texts: Texts) -> None:
     """Of a pass that was begun nothing is left to compute; the one behind it is begun."""
     plain = [0, 1, 4]
     first = texts.replayed(lambda: texts.step(plain))
@@ -123,7 +123,7 @@ def test_texts_of_several_contracts_go_on_by_themselves(texts: Texts) -> None:
         assert texts.begun == {0, 1, 2, 3, 4}
 
 
-def test_only_texts_that_go_on_are_begun_and_others_may_leave(texts: Texts) -> None:
+def test_only_texts_that_continue_are_begun_and_others_may_leave(texts: Texts) -> None:
     texts.step([0, 1, 4], stop_ids=[(), None, ()])
     assert texts.begun == {0, 4}
     assert texts.replayed(lambda: texts.step([4], wanted=lambda: False)) == 0
@@ -131,26 +131,26 @@ def test_only_texts_that_go_on_are_begun_and_others_may_leave(texts: Texts) -> N
     texts.step([0, 1, 4])
 
 
-def test_nothing_is_begun_where_all_texts_end(texts: Texts) -> None:
+def test_no_pass_is_begun_when_all_texts_end(texts: Texts) -> None:
     every = range(texts.engines[0].vocabulary)
     texts.step([0, 1], stop_ids=[every, None])
     assert texts.begun == frozenset()
 
 
-def test_nothing_is_begun_where_it_is_not_wanted_any_more(texts: Texts) -> None:
+def test_no_pass_is_begun_when_the_caller_declines(texts: Texts) -> None:
     texts.step([0, 1], wanted=lambda: False)
     assert texts.begun == frozenset()
     texts.step([0, 1])
 
 
-def test_another_token_than_the_one_chosen_has_the_row_computed_anew(texts: Texts) -> None:
+def test_a_token_other_than_the_chosen_one_has_its_row_computed_again(texts: Texts) -> None:
     texts.step([0, 1])
     texts.tokens[1][-1] += 1
     texts.step([0, 1])
     texts.step([0, 1])
 
 
-def test_a_text_that_joins_has_all_rows_computed_anew(texts: Texts) -> None:
+def test_a_joining_text_has_all_rows_computed_again(texts: Texts) -> None:
     texts.step([0, 1])
     texts.step([0, 1, 4])
     assert texts.begun == {0, 1, 4}
@@ -158,7 +158,7 @@ def test_a_text_that_joins_has_all_rows_computed_anew(texts: Texts) -> None:
 
 
 @pytest.mark.parametrize("change", ["released", "copied to", "moved"])
-def test_another_text_of_the_same_length_in_a_slot_is_computed(texts: Texts, change: str) -> None:
+def test_another_text_of_equal_length_in_a_slot_is_computed(texts: Texts, change: str) -> None:
     """Its last token, position and draw are those of the text before."""
     texts.step([0, 1])
     assert texts.begun == {0, 1}
@@ -181,7 +181,7 @@ def test_another_text_of_the_same_length_in_a_slot_is_computed(texts: Texts, cha
     texts.step([0, 1], checked=change != "moved")
 
 
-def test_penalties_follow_the_tokens_so_nothing_is_begun(texts: Texts) -> None:
+def test_no_pass_is_begun_under_penalties(texts: Texts) -> None:
     sampler = sampler_of(text_of(5), texts.engines[0].vocabulary, seed=2, temperature=0.8, presence_penalty=1.0)
     draw = sampler.draw(restricts=True, penalizes=True)
     assert draw is not None
@@ -191,14 +191,14 @@ def test_penalties_follow_the_tokens_so_nothing_is_begun(texts: Texts) -> None:
     assert texts.begun == frozenset()
 
 
-def test_nothing_is_begun_beyond_a_slot_s_rows(texts: Texts) -> None:
+def test_no_pass_is_begun_beyond_a_slots_rows(texts: Texts) -> None:
     while len(texts.tokens[4]) < HELD:
         texts.step([4])
     texts.step([4])
     assert texts.begun == frozenset()
 
 
-def test_rows_of_the_pass_before_can_be_read_behind_the_one_that_was_begun(texts: Texts) -> None:
+def test_rows_of_the_previous_pass_stay_readable_after_the_next_is_begun(texts: Texts) -> None:
     logits = texts.step([0, 1])
     row = logits.row(1)
     assert row.shape == (texts.engines[0].vocabulary,)

@@ -29,7 +29,7 @@ def fused(engine: FedEagle, count: int, seed: int) -> np.ndarray[Any, np.dtype[n
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_grown_levels_are_what_passes_of_the_same_rows_compute(kind: Kind, small: Path, tmp_path: Path) -> None:
+def test_grown_levels_equal_passes_over_their_rows(kind: Kind, small: Path, tmp_path: Path) -> None:
     """Of one text the first rows have no features; another one is read in two chunks."""
     random_heads(kind, small, tmp_path)
     engines = [FedEagle.load_heads(tmp_path, small, device=DEVICE, precise=True, slots=3) for _ in range(2)]
@@ -56,7 +56,7 @@ def test_a_call_without_a_row_that_has_features_returns_nothing(small: Path, tmp
         engine.forward([prompt(0, tokens, wanted=1)])
 
 
-def test_a_device_that_is_not_there_is_refused(small: Path, tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(small: Path, tmp_path: Path) -> None:
     random_heads("eagle", small, tmp_path)
     with pytest.raises(ConfigError, match="there is no cuda:9 here"):
         FedEagle.load_heads(tmp_path, small, device="cuda:9", precise=False, slots=1)

@@ -103,7 +103,7 @@ class Twice:
 @pytest.mark.usefixtures("few_features")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_whatever_becomes_of_slots_drafts_are_those_of_all_features(
+def test_drafts_are_those_of_all_features_after_any_sequence_of_slot_operations(
     kind: Kind, seed: int, small: Path, tmp_path: Path
 ) -> None:
     """Texts grow by one row or by many, with drafts or without; they begin as others do, and go back."""
@@ -175,7 +175,7 @@ def test_levels_that_grow_are_numbered_as_nodes_are(kind: Kind, small: Path, tmp
     tapes.check_that_the_host_reads_nothing()
 
 
-def test_a_long_text_is_read_while_its_features_are_there(tmp_path: Path) -> None:
+def test_a_long_text_is_read_while_its_features_exist(tmp_path: Path) -> None:
     """In chunks of a prompt, one of more rows than are taken over at once, then row by row without drafts."""
     case = Case("eagle-3", MODELS / "target", tmp_path, loading=on_device)
     text = case.text(1000)
@@ -216,6 +216,6 @@ def test_memory_for_kv_is_that_of_the_target_and_of_its_heads(small: Path, tmp_p
     assert model.weights.embedding is bounded._model.weights.embedding
 
 
-def test_heads_need_a_target_that_was_loaded_with_them(small: Path) -> None:
+def test_heads_need_a_target_that_was_loaded_with_heads(small: Path) -> None:
     with pytest.raises(ValueError, match="the target was loaded without heads"):
         DeviceEagleDrafts(DeviceEngine.load(small, device=DEVICE, dtype="float32", slots=1))

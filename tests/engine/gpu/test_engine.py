@@ -70,7 +70,7 @@ def assert_agree(both: Sequence[Engine], segments: Sequence[Segment]) -> NDArray
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_trees_behind_chunks_of_a_prompt_for_every_shape(shape: str, tmp_path: Path) -> None:
+def test_trees_behind_prompt_chunks_equal_the_cpu_engine_for_every_shape(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
     both = on_device(folder, rows=180), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=180)
     tapes = taped(both[0])
@@ -88,7 +88,7 @@ def test_trees_behind_chunks_of_a_prompt_for_every_shape(shape: str, tmp_path: P
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 6))])
-def test_many_sessions_of_very_different_lengths_in_one_pass(both: Both, seed: int) -> None:
+def test_sessions_of_very_different_lengths_share_a_pass(both: Both, seed: int) -> None:
     random = np.random.default_rng(200 + seed)
     slots = random.permutation(SLOTS)[: int(random.integers(1, SLOTS + 1))].tolist()
     segments = []
@@ -111,7 +111,7 @@ def test_many_sessions_of_very_different_lengths_in_one_pass(both: Both, seed: i
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_tree_grown_level_by_level_over_scattered_rows(both: Both, seed: int) -> None:
+def test_a_tree_grown_level_by_level_over_scattered_rows_equals_the_cpu_engine(both: Both, seed: int) -> None:
     random = np.random.default_rng(100 + seed)
     history = random_tokens(both[1], random, 17)
     for engine in both:
@@ -132,7 +132,7 @@ def test_a_tree_grown_level_by_level_over_scattered_rows(both: Both, seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kv_after_many_commits_and_rollbacks(both: Both, seed: int) -> None:
+def test_kv_after_many_commits_and_rollbacks_equals_the_cpu_engine(both: Both, seed: int) -> None:
     random = np.random.default_rng(300 + seed)
     text = random_tokens(both[1], random, 9)
     for engine in both:
@@ -176,7 +176,7 @@ class Buffers:
         self.choices = [head.choices for head in self.choice.heads.values() if head.choices is not None]
 
 
-def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, CpuEngine, Tapes]) -> None:
+def test_a_pass_never_sees_earlier_contents_of_its_buffers(target: tuple[DeviceEngine, CpuEngine, Tapes]) -> None:
     """Stale KV is large and finite, as any model's is; everything else that a pass fills anew is NaN."""
     device, native, _ = target
     random = np.random.default_rng(7)
@@ -205,7 +205,7 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, CpuE
     assert_agree((device, native), segments)
 
 
-def test_buffers_stay_where_they_are_and_recordings_are_made_once(
+def test_buffers_keep_their_addresses_and_recordings_are_made_once(
     target: tuple[DeviceEngine, CpuEngine, Tapes],
 ) -> None:
     device, native, tapes = target
@@ -271,7 +271,9 @@ def test_a_tree_that_is_too_large_is_refused(rows: int, span: int) -> None:
 
 
 @pytest.mark.parametrize(("chain", "nodes", "wanted"), [(560, 20, 1), (560, 20, 12), (560, 20, 30), (561, 207, 0)])
-def test_a_long_chunk_of_a_prompt_with_a_tree_behind_it(tmp_path: Path, chain: int, nodes: int, wanted: int) -> None:
+def test_a_long_prompt_chunk_and_a_tree_behind_it_share_a_pass(
+    tmp_path: Path, chain: int, nodes: int, wanted: int
+) -> None:
     """The second has no branches. The last one fills its recording, and both parts end with a tile that is not full."""
     folder = make_checkpoint(tmp_path, "grouped")
     both = (
@@ -291,7 +293,7 @@ def test_a_long_chunk_of_a_prompt_with_a_tree_behind_it(tmp_path: Path, chain: i
 
 
 @pytest.mark.extended
-def test_more_rows_than_a_pass_or_a_head_holds(tmp_path: Path) -> None:
+def test_a_call_with_more_rows_than_a_pass_or_head_is_divided(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped")
     both = (
         on_device(folder, slots=3, rows=3000),
@@ -316,7 +318,7 @@ def test_more_rows_than_a_pass_or_a_head_holds(tmp_path: Path) -> None:
             assert chosen.gap == pytest.approx(np.diff(np.sort(logits[row])[-2:])[0])
 
 
-def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path) -> None:
+def test_all_row_counts_are_recorded_in_advance_and_none_later(tmp_path: Path) -> None:
     engine = on_device(make_checkpoint(tmp_path), slots=2, rows=150)
     recorder = engine.recorder
     made: list[Callable[[], None]] = []
@@ -385,7 +387,7 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
 @pytest.mark.parametrize(
     "terms", [{"top_p": 0.5, "temperature": 0.5, "logprobs": 3}, {"banned_ids": tuple(range(4, 200))}]
 )
-def test_more_rows_under_restrictions_than_are_chosen_for_together(both: Both, terms: dict[str, Any]) -> None:
+def test_restricted_rows_beyond_one_choice_are_chosen_in_parts(both: Both, terms: dict[str, Any]) -> None:
     random = np.random.default_rng(5)
     trees = [Tree.random(both[1], random, 50) for _ in range(3)]
     contracts = [Contract(seed=slot, max_tokens=9, **(terms if slot != 1 else {})) for slot in range(3)]
@@ -495,7 +497,7 @@ def test_weights_of_8_bits_differ_by_their_rounding_and_half_the_bytes_of_a_pass
     assert (engine.dtype, engine.kv_bytes) == ("float8", wide.kv_bytes)
 
 
-def test_some_layers_alone() -> None:
+def test_a_device_engine_of_some_layers_equals_the_cpu_engine() -> None:
     kept = {"layers": 2}
     both = (
         on_device(MODELS / "target", **kept),
@@ -505,7 +507,7 @@ def test_some_layers_alone() -> None:
     assert_agree(both, [prompt(0, np.arange(20))])
 
 
-def test_costs_are_measured(both: Both) -> None:
+def test_pass_costs_are_measured(both: Both) -> None:
     costs = both[0].measure_costs([1, 8, 2000], 64, 1)
     assert [count for count, seconds in costs if seconds > 0] == [1, 8]
 
@@ -519,13 +521,13 @@ def test_costs_are_measured(both: Both) -> None:
         ({"numerics": "invariant"}, f"numerics: invariant is not possible with device {DEVICE}"),
     ],
 )
-def test_what_it_does_not_do_is_refused(changes: dict[str, Any], named: str) -> None:
+def test_unsupported_device_settings_are_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         on_device(MODELS / "drafter", **changes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no cuda:1 here: torch sees 0 CUDA devices"):
         on_device(MODELS / "drafter", device="cuda:1")
 
@@ -538,6 +540,6 @@ def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
         both[0].move(0, np.array([ROWS_HELD]), np.array([0]))
 
 
-def test_generation_bases_are_those_of_the_noise() -> None:
+def test_a_draw_has_the_generation_base_of_its_seed_and_choice() -> None:
     contract = Contract(seed=9, choice=2, max_tokens=1)
     assert Sampler(contract, 8, [1], 0).draw(restricts=True) == Draw(generation_base(9, 2), 1.0)

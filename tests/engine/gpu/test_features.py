@@ -15,7 +15,7 @@ SLOTS, HELD = 4, 120
 
 
 @pytest.mark.parametrize("features", [Features(), Features(all_rows=True), Features((2, 5, 2), all_rows=True)], ids=str)
-def test_features_are_those_of_the_engine_for_torch(features: Features) -> None:
+def test_device_features_equal_those_of_the_cpu_engine(features: Features) -> None:
     device = DeviceEngine.load(
         MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD, features=features
     )

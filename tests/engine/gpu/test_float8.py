@@ -44,38 +44,38 @@ def check(run: Run, case: Case) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 64, 65])
-def test_any_number_of_rows(run: Run, rows: int, biased: bool) -> None:
+def test_float8_products_are_close_for_any_number_of_rows(run: Run, rows: int, biased: bool) -> None:
     check(run, Case(rows, 1024, 200, biased))
 
 
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (48, 65), (272, 131), (2000, 7), (1040, 64)])
-def test_any_shape(run: Run, rows: int, inputs: int, outputs: int) -> None:
+def test_float8_products_are_close_for_any_shape(run: Run, rows: int, inputs: int, outputs: int) -> None:
     check(run, Case(rows, inputs, outputs, biased=True))
 
 
-def test_parts_of_the_inputs_that_are_not_full(run: Run) -> None:
+def test_float8_products_are_close_with_partly_filled_parts(run: Run) -> None:
     """The last of four parts has one step, and that step 16 inputs."""
     check(run, Case(3, 2 * 3 * 64 + 16, 40, biased=True, sizes=(32, 64, 4, False, 4, 3)))
 
 
-def test_more_parts_than_steps(run: Run) -> None:
+def test_float8_products_are_close_with_more_parts_than_steps(run: Run) -> None:
     check(run, Case(3, 192, 40, biased=True, sizes=(32, 64, 4, False, 4, 3)))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("rows", [4, 50])
-def test_weights_may_be_the_first_operand(run: Run, rows: int, splits: int) -> None:
+def test_a_weight_may_be_the_first_operand(run: Run, rows: int, splits: int) -> None:
     check(run, Case(rows, 1040, 100, biased=True, sizes=(64, 128, splits, True, 4, 3)))
 
 
 @pytest.mark.parametrize("rows", [1, 33, 70])
-def test_large_inputs(run: Run, rows: int) -> None:
+def test_float8_products_of_large_inputs_stay_finite(run: Run, rows: int) -> None:
     check(run, Case(rows, 512, 64, biased=True, scale=1e30))
 
 
 @pytest.mark.parametrize("buffer", [64, 64 * 4 + 5, 64 * 100])
-def test_a_buffer_of_any_size(run: Run, buffer: int) -> None:
+def test_float8_products_are_close_with_a_buffer_of_any_size(run: Run, buffer: int) -> None:
     check(run, Case(65, 64, 6, biased=True, buffer=buffer))
 
 
@@ -85,7 +85,7 @@ def test_every_number_of_e4m3_is_exact(run: Run) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 65])
-def test_operations_of_torch_compute_it_too(rows: int, biased: bool) -> None:
+def test_torch_operations_compute_float8_products_too(rows: int, biased: bool) -> None:
     weight = cases.weights(130, 272, "cpu")
     x, bias = cases.random(rows, 272, seed=2).bfloat16(), cases.random(130, seed=4) if biased else None
     assert cases.error(linear8(x, weight, bias), x, weight, bias) <= 1.0
@@ -101,7 +101,7 @@ def test_quantizing_changes_a_weight_by_a_sixteenth_at_most(size: float, dtype: 
     torch.testing.assert_close(stored.scales, weight.float().abs().amax(1) / 448, rtol=1e-6, atol=0.0)
 
 
-def test_rows_of_zeros_and_of_numbers_next_to_zero() -> None:
+def test_rows_of_zeros_and_tiny_numbers_are_quantized() -> None:
     weight = torch.zeros(3, 32)
     weight[1] = 1e-40
     weight[2, 3] = -1e-35
@@ -113,7 +113,7 @@ def test_rows_of_zeros_and_of_numbers_next_to_zero() -> None:
     assert stored.nbytes == 3 * 32 + 3 * 4
 
 
-def test_weights_that_are_quantized_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_quantized_in_several_blocks_equal_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = cases.random(37, 64, seed=6)
     whole = quantized(weight)
     monkeypatch.setattr("outrider.engine.gpu.linears.float8.QUANTIZED_AT_ONCE", 64 * 5 + 3)
@@ -134,7 +134,7 @@ def test_a_plan_covers_all_inputs_with_parts_that_have_some(rows: int, inputs: i
     assert plan == Float8Plan.of(plan.rows, inputs, outputs)
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
+def test_shapes_that_float8_kernels_do_not_support_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 24 inputs, which must be a multiple of 16; use bfloat16"):
         quantized(torch.ones(4, 24))
     with pytest.raises(ConfigError, match="has 100 inputs"):

@@ -38,7 +38,7 @@ def run() -> Iterator[Run]:
     ],
     ids=str,
 )
-def test_any_number_of_rows_and_any_shape(run: Run, case: Case) -> None:
+def test_int4_products_are_close_for_any_number_of_rows_and_any_shape(run: Run, case: Case) -> None:
     error, alone = run("compare", case)
     assert error <= 1.0
     assert alone
@@ -46,7 +46,7 @@ def test_any_number_of_rows_and_any_shape(run: Run, case: Case) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 65])
-def test_operations_of_torch_compute_it_too(rows: int, biased: bool) -> None:
+def test_torch_operations_compute_int4_products_too(rows: int, biased: bool) -> None:
     weight = cases.weights(130, 288, "cpu")
     x, bias = random(rows, 288, seed=2).bfloat16(), random(130, seed=4) if biased else None
     assert cases.error(linear4(x, weight, bias), x, weight, bias) <= 1.0

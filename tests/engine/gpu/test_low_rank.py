@@ -51,14 +51,16 @@ def on_torch(name: str, *arguments: Any) -> Any:
 @pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("linear", LINEARS)
-def test_rows_of_several_adapters_and_without(run: Run, linear: LinearName, dtype: str, by_address: bool) -> None:
+def test_rows_with_several_adapters_and_without_share_a_pass(
+    run: Run, linear: LinearName, dtype: str, by_address: bool
+) -> None:
     case = Case((1, 3, 1, 2, 1), (0, None, 1, 0, 2), (ALL, SOME, (7,) * 7), 12, linear, dtype, by_address=by_address)
     assert check(on_torch if by_address else run, case).tiles == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("linear", ["qkv", "down"])
-def test_inputs_that_several_programs_share(run: Run, linear: LinearName, dtype: str) -> None:
+def test_several_programs_share_the_inputs_of_a_linear(run: Run, linear: LinearName, dtype: str) -> None:
     """The last of them has fewer inputs, or none."""
     plan = AdapterPlan.of(4, adapters=4, dtype=getattr(torch, dtype))
     assert plan.splits(2100) in (8, 16)
@@ -66,14 +68,14 @@ def test_inputs_that_several_programs_share(run: Run, linear: LinearName, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiles_of_many_rows(run: Run, dtype: str) -> None:
+def test_rows_of_one_adapter_share_tiles(run: Run, dtype: str) -> None:
     """The rows of one adapter are together in tiles, though others lie between them."""
     case = Case((70, 9, 33), (0, 1, 0), (SOME, ALL), 128, "gate_up", dtype)
     assert check(run, case).tiles == {"float32": 8, "bfloat16": 3}[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_largest_rank(run: Run, dtype: str) -> None:
+def test_an_adapter_of_the_largest_rank_is_added(run: Run, dtype: str) -> None:
     check(run, Case((2,), (0,), ((0, MOST_RANK, 1, 0, 0, 0, 0),), 2, "qkv", dtype))
 
 
@@ -82,12 +84,12 @@ def test_a_pass_of_padding_alone_changes_nothing(run: Run) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_s_bits_do_not_depend_on_the_adapters_of_others(run: Run, dtype: str) -> None:
+def test_a_rows_bits_do_not_depend_on_the_adapters_of_other_rows(run: Run, dtype: str) -> None:
     assert run("alone_and_together", dtype)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plan_has_tiles_for_whatever_adapters_fill_its_rows(seed: int) -> None:
+def test_an_adapter_plan_has_tiles_for_any_adapters_that_fill_its_rows(seed: int) -> None:
     random = np.random.default_rng(seed)
     rows, slots = int(random.choice(ROWS)), int(random.integers(1, 40))
     plan = AdapterPlan.of(rows, adapters=slots, dtype=torch.bfloat16)
@@ -108,7 +110,7 @@ def test_a_plan_has_tiles_for_whatever_adapters_fill_its_rows(seed: int) -> None
         assert not tiles[used:].any()
 
 
-def test_one_text_keeps_many_programs_busy_and_a_wide_pass_is_hardly_divided() -> None:
+def test_one_text_is_split_over_many_programs_and_a_wide_pass_hardly() -> None:
     linear = adapted_linears(AdapterForm(1, WIDE, torch.bfloat16, torch.device("cpu")))["down"]
     one, wide = (AdapterPlan.of(rows, adapters=9, dtype=torch.bfloat16) for rows in (1, 2048))
     assert (one.splits(8192), wide.splits(8192)) == (MAX_SPLITS, 2)
@@ -117,7 +119,7 @@ def test_one_text_keeps_many_programs_busy_and_a_wide_pass_is_hardly_divided() -
         assert plan.part(linear.inputs) % plan.block_k == 0
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_adapter_tiles_that_do_not_fit_are_refused() -> None:
     adapter = DeviceAdapter(
         AdapterForm(1, SHAPES, torch.float32, torch.device("cpu")), torch.zeros(8, dtype=torch.uint8)
     )

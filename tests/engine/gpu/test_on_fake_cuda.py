@@ -175,14 +175,14 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a capture shows it")
 @pytest.mark.parametrize(("shape", "rows"), [("grouped", 4), ("biased", 1), ("qwen3", 48)])
-def test_nothing_of_a_recording_is_on_the_host(recorder: Callable[[str, int], Refusing], shape: str, rows: int) -> None:
+def test_a_recording_has_no_tensor_on_the_host(recorder: Callable[[str, int], Refusing], shape: str, rows: int) -> None:
     assert recorder(shape, rows).operations > 200
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a capture shows it")
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
-def test_nothing_of_the_recordings_of_heads_is_on_the_host(
+def test_a_recording_of_heads_has_no_tensor_on_the_host(
     kind: Kind, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, refusing = make_checkpoint(tmp_path / "target"), Refusing()
@@ -208,6 +208,6 @@ def test_nothing_of_the_recordings_of_heads_is_on_the_host(
     ],
     ids=["mixed", "copied", "made on the host", "read by the host"],
 )
-def test_what_a_capture_would_not_bear_is_refused(work: Callable[[], object]) -> None:
+def test_work_that_a_capture_forbids_is_refused(work: Callable[[], object]) -> None:
     with FakeTensorMode(), pytest.raises((AssertionError, RuntimeError)):
         Refusing().record(work)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_slots_have_their_own_rows_whatever_they_share(seed: int) -> None:
+def test_slots_keep_their_own_rows_while_they_share_pages(seed: int) -> None:
     dice = np.random.default_rng(seed)
     cache = Cache(SLOTS * pages_of(ROWS))
     lengths = [0] * SLOTS
@@ -113,7 +113,7 @@ def test_a_shared_page_is_not_copied_before_it_is_written() -> None:
     assert not cache.table.take_moves().size
 
 
-def test_where_no_page_is_free_none_is_taken_from_another_slot() -> None:
+def test_a_full_page_table_takes_no_page_from_another_slot() -> None:
     cache = Cache(3)
     cache.write(0, 0, 2 * PAGE_ROWS)
     cache.write(1, 0, 1)

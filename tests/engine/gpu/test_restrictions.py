@@ -107,7 +107,7 @@ def test_tokens_and_gaps_are_the_samplers_over_many_rows_of_all_contracts() -> N
     assert left < total / 10  # ties at a bound
 
 
-def test_candidates_are_those_of_the_sampler() -> None:
+def test_candidates_equal_those_of_the_sampler() -> None:
     random = np.random.default_rng(3)
     contracts = [contract_of(terms) for terms in CONTRACTS]
     logits = (random.standard_normal((len(contracts), VOCABULARY)) * 3).astype(np.float32)
@@ -119,7 +119,7 @@ def test_candidates_are_those_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 5, MAX_LOGPROBS])
-def test_log_probabilities_are_the_sampler_s(wanted: int) -> None:
+def test_log_probabilities_equal_the_samplers(wanted: int) -> None:
     random = np.random.default_rng(3)
     rows, contract = 40, contract_of({"logprobs": wanted, "top_k": 5})
     logits = (random.standard_normal((rows, VOCABULARY)) * 3).astype(np.float32)
@@ -143,7 +143,7 @@ def test_log_probabilities_are_the_sampler_s(wanted: int) -> None:
     assert left <= 8
 
 
-def test_what_cannot_be_certain_is_left_to_the_host() -> None:
+def test_rows_that_the_device_cannot_decide_are_left_to_the_host() -> None:
     wide = np.zeros((1, DEPTH + 50), np.float32)  # all alike: the filters keep more than is looked at, or cut a tie
     for terms in ({"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 3}, {"top_k": DEPTH + 9}, {"top_p": 0.1}):
         assert torch.isnan(chosen([contract_of(terms)], wide)[0, 2]), terms
@@ -168,7 +168,7 @@ def test_rows_whose_lists_do_not_fit_are_left_to_the_host() -> None:
     assert not int(buffers.inputs(1).used)
 
 
-def test_stop_ids_are_banned_up_to_the_least_number_of_tokens_and_not_beyond() -> None:
+def test_stop_ids_are_banned_until_min_tokens_and_not_beyond() -> None:
     sampler = Sampler(contract_of({"min_tokens": 2, "stop_ids": (0,)}), 8, [1, 2], 2)
     draw = sampler.draw(restricts=True)
     assert draw is not None
@@ -241,7 +241,7 @@ def test_paths_that_are_not_known_or_too_long_together_are_left_to_the_host() ->
     assert buffers.send(rows).tolist() == [False, True, False, True]
 
 
-def test_a_row_whose_path_is_not_in_its_segment_has_none() -> None:
+def test_a_row_whose_path_is_outside_its_segment_has_no_path() -> None:
     """Such as a drafter's, whose earlier levels are in the cache alone."""
     draw = Sampler(contract_of(PENALTIES[0]), VOCABULARY, TEXT, 5).draw(restricts=True, penalizes=True)
     assert draw is not None
@@ -256,7 +256,7 @@ def test_a_row_whose_path_is_not_in_its_segment_has_none() -> None:
 
 
 @pytest.mark.parametrize("terms", PENALTIES)
-def test_penalties_are_left_to_the_sampler_where_an_engine_does_not_take_them(terms: dict[str, Any]) -> None:
+def test_an_engine_without_penalties_leaves_them_to_the_sampler(terms: dict[str, Any]) -> None:
     sampler = Sampler(contract_of(terms), 8, [1, 2], 2)
     assert sampler.draw(restricts=True) is None
     assert sampler.draw(restricts=False, penalizes=True) is None

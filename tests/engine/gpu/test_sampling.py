@@ -26,7 +26,7 @@ def test_bits_match_the_published_vectors(seed: int, choice: int, position: int,
     assert int(sampling.noise_bits(keys_of(noise_key(seed, choice, position)), steps)[0, token]) == bits
 
 
-def test_bits_are_the_cores_for_any_key() -> None:
+def test_noise_bits_equal_the_cores_for_any_key() -> None:
     random = np.random.default_rng(1)
     keys = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *random.integers(0, 2**64, 40, np.uint64).tolist()]
     found = sampling.noise_bits(keys_of(*keys), sampling.noise_steps(3000, ON))
@@ -34,7 +34,7 @@ def test_bits_are_the_cores_for_any_key() -> None:
         assert np.array_equal(row.cpu().numpy().view(np.uint64), noise_bits(key, 0, 3000))
 
 
-def test_noise_is_the_cores_to_an_ulp() -> None:
+def test_noise_equals_the_cores_within_an_ulp() -> None:
     for position in range(20):
         bits = sampling.noise_bits(keys_of(noise_key(5, 1, position)), sampling.noise_steps(4096, ON))
         ours, expected = sampling.gumbel(bits)[0].cpu().numpy(), gumbel_row(5, 1, position, 4096)
@@ -44,14 +44,14 @@ def test_noise_is_the_cores_to_an_ulp() -> None:
     assert torch.isfinite(ends).all()
 
 
-def test_keys_of_positions_are_the_cores() -> None:
+def test_keys_of_positions_equal_the_cores() -> None:
     of = [(0, 0, 0), (2**64 - 1, 2**32 - 1, 1_000_000), (77, 3, 2**40), (77, 3, 5)]  # seed, choice, position
     bases = np.array([generation_base(seed, choice) for seed, choice, _ in of], np.uint64)
     assert noise_keys(bases, np.array([position for *_, position in of])).tolist() == [noise_key(*each) for each in of]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
-def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> None:
+def test_choices_equal_the_samplers_over_thousands_of_rows(temperature: float) -> None:
     random = np.random.default_rng(int(temperature * 10))
     vocabulary, rows = 311, 1500
     logits = (random.standard_normal((rows, vocabulary)) * 3).astype(np.float32)

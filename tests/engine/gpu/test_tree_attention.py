@@ -68,7 +68,7 @@ def test_sessions_of_all_lengths_share_a_pass(on_device: Run, group: int, dtype:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tree_of_many_tiles(on_device: Run, seed: int) -> None:
+def test_tree_attention_computes_a_tree_of_many_tiles(on_device: Run, seed: int) -> None:
     outcome = check(on_device, Case((Branches(70, 41),), rows=48, group=2, kv_heads=2, splits=1 + seed % 2, seed=seed))
     assert outcome.tiles == 6
 
@@ -79,14 +79,14 @@ def test_a_drafters_rows_see_scattered_keys(on_device: Run) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_blocks_of_keys_that_a_row_does_not_see(on_device: Run, splits: int) -> None:
+def test_tree_attention_handles_key_blocks_that_a_row_does_not_see(on_device: Run, splits: int) -> None:
     parts = (Scattered(0, 2, 200, density=0.0), Scattered(0, 3, 180, density=0.01))
     check(on_device, Case(parts, rows=8, splits=splits))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_a_chunk_of_a_prompt(on_device: Run, dtype: str, splits: int) -> None:
+def test_tree_attention_computes_a_chunk_of_a_prompt(on_device: Run, dtype: str, splits: int) -> None:
     check(on_device, Case((Chain(0, 130), Chain(65, 3)), rows=140, group=2, dtype=dtype, splits=splits))
 
 
@@ -98,11 +98,11 @@ def test_all_kinds_of_rows_share_a_pass(on_device: Run) -> None:
 
 @pytest.mark.parametrize("dim", [16, 24, 80, 96, 256])
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_heads_of_any_size(on_device: Run, dim: int, dtype: str) -> None:
+def test_tree_attention_takes_heads_of_any_size(on_device: Run, dim: int, dtype: str) -> None:
     check(on_device, Case((Branches(70, 5), Chain(64, 1)), rows=8, group=2, dim=dim, dtype=dtype, splits=2))
 
 
-def test_more_splits_than_keys(on_device: Run) -> None:
+def test_tree_attention_takes_more_splits_than_keys(on_device: Run) -> None:
     outcome = check(on_device, Case((Chain(0, 1), Branches(2, 2), Branches(300, 1)), rows=4, group=2))
     assert outcome.splits == MAX_SPLITS
 
@@ -110,13 +110,15 @@ def test_more_splits_than_keys(on_device: Run) -> None:
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("by", ["segments", "gathering"])
-def test_operations_of_torch_compute_it_too(by: Literal["segments", "gathering"], group: int, dtype: str) -> None:
+def test_torch_operations_compute_tree_attention_too(
+    by: Literal["segments", "gathering"], group: int, dtype: str
+) -> None:
     parts = (Chain(130, 1), Branches(5, 6), Scattered(64, 3, 70), Chain(1, 20), Branches(129, 1), Chain(0, 40))
     case = Case(parts, rows=80, group=group, kv_heads=2, dim=24, dtype=dtype, by=by)
     check(lambda function, *arguments: function(*arguments, "cpu"), case)
 
 
-def test_wide_tiles(on_device: Run) -> None:
+def test_tree_attention_fills_wide_tiles(on_device: Run) -> None:
     """Of 64 queries, as passes with many rows have them."""
     outcome = check(on_device, Case((Branches(33, 90), Chain(10, 40)), rows=136, group=4, dtype="bfloat16", splits=1))
     assert outcome.tiles == 9
@@ -128,7 +130,7 @@ def test_a_pass_of_padding_alone_writes_nothing(on_device: Run, splits: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_and_bits_are_those_of_the_segments(seed: int) -> None:
+def test_tiles_and_mask_bits_equal_those_of_the_segments(seed: int) -> None:
     random = np.random.default_rng(seed)
     slots, tile_rows = 12, int(random.integers(1, 17))
     segments: list[Segment] = []
@@ -160,7 +162,7 @@ def test_tiles_and_bits_are_those_of_the_segments(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plan_has_tiles_for_whatever_segments_fill_its_rows(seed: int) -> None:
+def test_an_attention_plan_has_tiles_for_any_segments_that_fill_its_rows(seed: int) -> None:
     random = np.random.default_rng(seed)
     rows, slots, group = int(random.integers(1, 300)), int(random.integers(1, 40)), int(random.integers(1, 20))
     plan = AttentionPlan.of(rows, heads=group, kv_heads=1, dim=64, dtype=torch.bfloat16, segments=slots, text_pages=9)
@@ -214,7 +216,7 @@ def test_a_long_text_does_not_make_short_ones_read_more() -> None:
     assert sum(pages_of(end) for end in ends.tolist()) * PAGE_ROWS < 1.1 * sum(lengths)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_segments_that_do_not_fit_an_attention_plan_are_refused() -> None:
     wide = segment(Scattered(0, 1, 65), 0, np.random.default_rng(0))
     long = segment(Chain(0, 9), 0, np.random.default_rng(0))
     tiles, trees = np.zeros((2, TILE_COLUMNS), np.int32), np.zeros((16, 2), np.int32)

@@ -161,7 +161,7 @@ def growth_of(base: int, *, count: int = 1, last: int = 10**6, **changes: Any) -
     return Growth(base, np.log(np.linspace(1.0, 0.2, count)), last=last, **{**given, **changes})
 
 
-def test_trees_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
+def test_trees_grow_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
     texts = [text(engines[0], count, count) for count in (9, 64, 120)]
     segments = [prompt(slot, tokens, wanted=1) for slot, tokens in enumerate(texts)]
     draws = [Draw(generation_base(slot, 0), temperature) for slot, temperature in enumerate((0.0, 1.0, 0.6))]
@@ -176,7 +176,7 @@ def test_trees_on_texts_of_several_lengths(engines: list[DeviceEngine]) -> None:
     assert all((level.parents[2] >= 0).sum() <= 1 for level in grown)
 
 
-def test_a_tree_goes_on_from_rows_that_another_call_has_grown(engines: list[DeviceEngine]) -> None:
+def test_a_tree_continues_from_rows_grown_by_another_call(engines: list[DeviceEngine]) -> None:
     """The frontier is of several depths, and sees rows of earlier levels; a segment beside it only reads a prompt."""
     slot, tokens = 4, text(engines[0], 40, 4)
     draw, growth = Draw(generation_base(4, 1), 0.8), growth_of(40)
@@ -199,14 +199,14 @@ def test_a_tree_goes_on_from_rows_that_another_call_has_grown(engines: list[Devi
 
 
 @pytest.mark.extended
-def test_as_many_trees_as_can_grow_in_one_call(engines: list[DeviceEngine]) -> None:
+def test_the_maximum_number_of_trees_grows_in_one_call(engines: list[DeviceEngine]) -> None:
     segments = [prompt(slot, text(engines[0], 5 + slot % 3, slot), wanted=1) for slot in range(MOST_TREES)]
     growths = [growth_of(len(segment.tokens)) for segment in segments]
     draws = [Draw(generation_base(slot, 0), 1.0) for slot in range(MOST_TREES)]
     check(engines, segments, draws, growths, 2)
 
 
-def test_more_trees_do_not_grow(engines: list[DeviceEngine]) -> None:
+def test_trees_beyond_the_maximum_do_not_grow(engines: list[DeviceEngine]) -> None:
     segments = [prompt(slot, text(engines[0], 6, slot), wanted=1) for slot in range(SLOTS)]
     draws = [Draw(0, 0.0)] * SLOTS
     logits, grown = engines[0].grow(segments, draws, [growth_of(6)] * SLOTS, 1)
@@ -217,7 +217,7 @@ def test_more_trees_do_not_grow(engines: list[DeviceEngine]) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {7: 4.0}}], ids=str)
-def test_under_filters_and_a_bias(engines: list[DeviceEngine], changes: dict[str, Any]) -> None:
+def test_trees_grow_under_filters_and_a_bias(engines: list[DeviceEngine], changes: dict[str, Any]) -> None:
     contract = Contract(seed=3, temperature=0.9, max_tokens=20, **changes)
     tokens = text(engines[0], 30, 8)
     sampler = Sampler(contract, engines[0].vocabulary, tokens.tolist(), 30)
@@ -243,7 +243,9 @@ def test_under_filters_and_a_bias(engines: list[DeviceEngine], changes: dict[str
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(engines: list[DeviceEngine], change: dict[str, Any], levels: int) -> None:
+def test_an_invalid_growth_is_refused_with_its_slot(
+    engines: list[DeviceEngine], change: dict[str, Any], levels: int
+) -> None:
     growth = replace(growth_of(30), **change)
     with pytest.raises(ValueError, match="slot 3"):
         engines[0].grow([prompt(3, text(engines[0], 30, 8), wanted=1)], [Draw(0, 0.0)], [growth], levels)

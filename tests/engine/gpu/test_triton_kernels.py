@@ -27,13 +27,13 @@ def run() -> Iterator[Run]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (5, 4096)])
 @pytest.mark.parametrize("added", [True, False])
-def test_norms(run: Run, rows: int, width: int, dtype: str, added: bool) -> None:
+def test_the_norm_kernel_equals_torch(run: Run, rows: int, width: int, dtype: str, added: bool) -> None:
     assert run("norms", rows, width, dtype, added) <= CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "ffn"), [(1, 99), (4, 1024), (3, 2500)])
-def test_gates(run: Run, rows: int, ffn: int, dtype: str) -> None:
+def test_the_gate_kernel_equals_torch(run: Run, rows: int, ffn: int, dtype: str) -> None:
     assert run("gates", rows, ffn, dtype) <= CLOSE[dtype]
 
 
@@ -42,17 +42,17 @@ def test_gates(run: Run, rows: int, ffn: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim"), [(1, 4, 2, 16), (6, 8, 4, 64), (5, 3, 1, 6), (3, 14, 2, 80)]
 )
-def test_rotations_and_what_they_write(
+def test_the_rotation_kernel_equals_torch_and_writes_kv(
     run: Run, rows: int, heads: int, kv_heads: int, dim: int, dtype: str, normed: bool
 ) -> None:
     assert run("rotations", rows, heads, kv_heads, dim, dtype, normed) <= CLOSE[dtype]
 
 
-def test_heads(run: Run) -> None:
+def test_the_head_kernel_equals_torch(run: Run) -> None:
     assert run("heads_of", 3, 100, 70) < 1e-4
 
 
-def test_moves_that_overlap(run: Run) -> None:
+def test_the_move_kernel_handles_overlapping_rows(run: Run) -> None:
     assert run("moves") == 0.0
 
 
@@ -68,7 +68,9 @@ def test_moves_that_overlap(run: Run) -> None:
         (2, 99, 9, 0, 2),
     ],
 )
-def test_choices(run: Run, rows: int, vocabulary: int, unpadded: int, candidates: int, parts: int, alike: bool) -> None:
+def test_the_choice_kernel_equals_the_reference(
+    run: Run, rows: int, vocabulary: int, unpadded: int, candidates: int, parts: int, alike: bool
+) -> None:
     logits, scores, tokens, order = run("choices", rows, vocabulary, unpadded, candidates, parts, alike)
     assert logits == 0.0
     assert scores < 1e-9
@@ -76,11 +78,11 @@ def test_choices(run: Run, rows: int, vocabulary: int, unpadded: int, candidates
     assert order == 0
 
 
-def test_choices_in_place(run: Run) -> None:
+def test_the_choice_kernel_works_in_place(run: Run) -> None:
     assert run("in_place_choice") == 0.0
 
 
-def test_cuda_without_what_kernels_are_compiled_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_of_cuda_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs Triton"):

@@ -133,7 +133,9 @@ def pieces(messages: Sequence[tuple[list[Change], list[Segment]]]) -> list[Adapt
     ("shape", "of"),
     [("grouped", 2), ("six-heads", 3), ("one-kv-head-llama3", 4), ("biased", 2), ("narrow-heads", 4), ("qwen3", 2)],
 )
-def test_ranks_add_what_one_rank_adds(shape: str, of: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_add_the_adapter_updates_of_one_rank(
+    shape: str, of: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     monkeypatch.setitem(SHAPES, "six-heads", (LlamaConfig, sizes))
     folder = make_checkpoint(tmp_path / "model", shape, FFN)
@@ -148,7 +150,7 @@ def test_ranks_add_what_one_rank_adds(shape: str, of: int, tmp_path: Path, monke
             assert_same(ours, theirs)
 
 
-def test_ranks_on_torch_add_what_one_rank_adds(checkpoint: Path, folders: list[Path]) -> None:
+def test_torch_ranks_add_the_adapter_updates_of_one_rank(checkpoint: Path, folders: list[Path]) -> None:
     alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
     expected = steps(alone, [alone.load_adapter(it)[0] for it in folders])
     with ranked(2, checkpoint, by="torch", adapters=len(folders)) as ranks, ranks.lead(checkpoint) as engine:
@@ -157,7 +159,7 @@ def test_ranks_on_torch_add_what_one_rank_adds(checkpoint: Path, folders: list[P
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_row_s_bits_do_not_depend_on_the_adapters_of_others(
+def test_a_rows_bits_do_not_depend_on_the_adapters_of_other_rows(
     dtype: str, checkpoint: Path, folders: list[Path]
 ) -> None:
     with leading(checkpoint, 2, dtype=dtype) as engine:
@@ -180,7 +182,7 @@ def test_every_part_of_an_adapter_is_on_one_rank(checkpoint: Path, folders: list
             assert np.array_equal(joined, update.a if split_inputs else update.b)
 
 
-def test_passes_go_on_while_an_adapter_is_sent_a_piece_with_each(
+def test_passes_continue_while_each_sends_a_piece_of_an_adapter(
     checkpoint: Path, folders: list[Path], messages: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter_transfer, "PIECE", 1000)
@@ -251,7 +253,7 @@ def dropped(messages: Sequence[tuple[list[Change], list[Segment]]]) -> list[int]
 
 
 @pytest.mark.parametrize("problem", ["foreign", "missing", "large"])
-def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
+def test_an_invalid_adapter_is_refused_and_the_group_continues(
     problem: str,
     checkpoint: Path,
     folders: list[Path],
@@ -280,7 +282,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_the_group_goes_on(
         assert np.array_equal(engine.forward([prompt(0, text)]), expected)
 
 
-def test_all_ranks_have_the_bytes_that_were_read_once(
+def test_all_ranks_load_the_adapter_bytes_that_rank_0_read_once(
     checkpoint: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the files are others from the moment on in which rank 0 packs its part."""
@@ -316,7 +318,7 @@ def test_an_adapter_of_another_engine_is_refused_before_a_plan_is_sent(
         assert engine.forward([prompt(0, np.arange(3))]).shape == (3, 131)
 
 
-def test_loading_does_not_wait_for_ever_and_can_be_tried_again(
+def test_a_load_times_out_and_can_be_tried_again(
     checkpoint: Path, folders: list[Path], messages: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with leading(checkpoint, 2) as engine:
@@ -338,7 +340,7 @@ def test_loading_does_not_wait_for_ever_and_can_be_tried_again(
         assert np.isfinite(engine.forward([replace(prompt(0, np.arange(3)), adapter=adapter)])).all()
 
 
-def test_whoever_loads_is_told_of_a_group_that_is_closed(checkpoint: Path, folders: list[Path]) -> None:
+def test_a_closed_group_fails_pending_adapter_loads(checkpoint: Path, folders: list[Path]) -> None:
     with leading(checkpoint, 2) as engine, Loading() as pool:
         loading = pool.begin(engine, folders[0])
         with pytest.raises(TimeoutError):
@@ -350,7 +352,7 @@ def test_whoever_loads_is_told_of_a_group_that_is_closed(checkpoint: Path, folde
             engine.load_adapter(folders[0])
 
 
-def test_whoever_loads_is_told_of_a_rank_that_is_lost(checkpoint: Path, folders: list[Path]) -> None:
+def test_a_lost_rank_fails_pending_adapter_loads(checkpoint: Path, folders: list[Path]) -> None:
     with (
         ranked(2, checkpoint, timeout_s=2.0) as ranks,
         ranks.lead(checkpoint) as engine,
@@ -366,7 +368,7 @@ def test_whoever_loads_is_told_of_a_rank_that_is_lost(checkpoint: Path, folders:
             loading.result(10)
 
 
-def test_a_rank_that_cannot_load_what_rank_0_could_ends_with_the_reason(
+def test_a_rank_that_cannot_load_an_adapter_of_rank_0_ends_with_the_reason(
     checkpoint: Path,
     folders: list[Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -418,7 +420,7 @@ def piece(number: int, file: int, *, last: bool = False, size: int = 10) -> Adap
     return AdapterPiece(number, file, np.zeros(size, np.uint8), last)
 
 
-def test_a_pass_waits_for_the_adapters_that_it_uses_and_for_no_others() -> None:
+def test_a_pass_waits_only_for_the_adapters_that_it_uses() -> None:
     engine = Held()
     adapters = inbox(engine)
     for each in (piece(0, 0), piece(0, 1, last=True), piece(1, 0)):
@@ -435,7 +437,7 @@ def test_a_pass_waits_for_the_adapters_that_it_uses_and_for_no_others() -> None:
     adapters.close()
 
 
-def test_a_pass_that_waits_for_an_adapter_learns_that_it_cannot_be_loaded() -> None:
+def test_a_pass_waiting_for_an_adapter_fails_when_it_cannot_be_loaded() -> None:
     engine = Held(MemoryError("no more"))
     adapters = inbox(engine)
     adapters.apply(piece(0, 0, last=True))

@@ -94,7 +94,7 @@ class TestTheReferenceTarget:
         for ours, expected in zip(*map(steps, pair), strict=True):
             assert_same(ours, expected)
 
-    def test_costs_are_measured_over_all_ranks(self, pair: tuple[Engine, Engine]) -> None:
+    def test_pass_costs_are_measured_over_all_ranks(self, pair: tuple[Engine, Engine]) -> None:
         assert [count for count, seconds in pair[0].measure_costs((2, 8), 64, 2) if seconds > 0] == [2, 8]
 
 
@@ -158,7 +158,7 @@ def _target() -> ModelConfig:
 
 
 @pytest.mark.parametrize("of", [3, 16, 5])
-def test_a_model_that_cannot_be_divided_is_refused_with_what_is_possible(of: int) -> None:
+def test_an_indivisible_model_is_refused_with_the_possible_numbers_of_ranks(of: int) -> None:
     with pytest.raises(ConfigError, match=rf"tensor_parallel: {of} ranks .* possible are 1, 2, 4, 8"):
         Shard(0, of).config(_target())
 

@@ -43,7 +43,7 @@ def test_all_ranks_meet_in_any_order(of: int) -> None:
 
 
 @pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"outrider ranks 1" + bytes(26)])
-def test_strangers_are_turned_away_and_the_group_meets_all_the_same(hello: bytes) -> None:
+def test_strangers_are_turned_away_and_the_group_still_meets(hello: bytes) -> None:
     meeting = meeting_point()
     (first,) = meet(2, meeting, [0])
     host, port = meeting.removeprefix("tcp://").partition("#")[0].split(":")
@@ -66,7 +66,7 @@ def test_strangers_are_turned_away_and_the_group_meets_all_the_same(hello: bytes
         group.close()
 
 
-def test_who_knows_another_secret_is_none_of_the_group() -> None:
+def test_a_rank_with_another_secret_is_refused() -> None:
     meeting = meeting_point()
     found = meet(2, meeting, [0], rendezvous_s=1.0) + meet(2, meeting.replace("secret", "guess"), [1], rendezvous_s=1.0)
     for rank, it in enumerate(found):
@@ -81,7 +81,7 @@ def test_a_rank_that_meets_no_other_gives_up(present: int) -> None:
         alone.result()
 
 
-def test_a_rank_that_goes_or_sends_what_was_not_asked_for_is_lost() -> None:
+def test_a_rank_that_closes_or_sends_another_operation_is_lost() -> None:
     first, second = (it.result() for it in meet(2, meeting_point()))
     second.send(np.zeros(3, np.uint8))  # where a sign of life was due
     with pytest.raises(RankLost, match=r"rank 0 of 2 has lost another one: rank 1: .* is at another operation"):
@@ -93,7 +93,7 @@ def test_a_rank_that_goes_or_sends_what_was_not_asked_for_is_lost() -> None:
 
 
 @pytest.mark.parametrize("shape", ["biased", "one-kv-head-llama3", "untied-wide-heads"])
-def test_ranks_share_what_one_has(shape: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_logits_of_one(shape: str, tmp_path: Path) -> None:
     folder, text = make_checkpoint(tmp_path, shape, FFN), np.arange(50)
     alone = CpuEngine.load(folder, dtype="float32", slots=1, threads=1)
     with leading(folder, 2) as engine:
@@ -103,9 +103,7 @@ def test_ranks_share_what_one_has(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", [2, 4])
 @pytest.mark.parametrize(("shape", "dtype"), [("grouped", "float32"), ("biased", "bfloat16"), ("qwen3", "int8")])
-def test_a_tokens_bits_do_not_depend_on_what_else_is_in_the_pass(
-    shape: str, dtype: str, of: int, tmp_path: Path
-) -> None:
+def test_a_tokens_bits_do_not_depend_on_other_rows_of_the_pass(shape: str, dtype: str, of: int, tmp_path: Path) -> None:
     folder, random = make_checkpoint(tmp_path, shape, FFN), np.random.default_rng(4)
     with leading(folder, of, dtype=dtype) as engine:
         text = random_tokens(engine, random, 60)
@@ -132,7 +130,7 @@ def test_rank_0_chooses_from_all_tokens(temperature: float) -> None:
     assert choice.gap == pytest.approx(expected.gap, rel=1e-12, abs=1e-12)
 
 
-def test_pages_of_memory_are_let_go_on_all_ranks() -> None:
+def test_kv_pages_are_released_on_all_ranks() -> None:
     """A second text fits only where the first one's pages are free on every rank: each refuses a pass by itself."""
     page = 32_768  # bytes of one rank: 16 tokens, two layers, two heads of 64
     with leading(MODELS / "drafter", 2, rows=300, kv_memory=40 * page) as engine:

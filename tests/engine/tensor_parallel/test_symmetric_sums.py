@@ -77,7 +77,7 @@ def test_sums_that_all_find_right_are_used(caplog: pytest.LogCaptureFixture) -> 
     ],
     ids=["missing", "missing at another rank", "wrong", "wrong at another rank", "several machines"],
 )
-def test_else_all_use_nccl(
+def test_nccl_is_used_unless_every_rank_has_symmetric_sums(
     make: Callable[[], SymmetricSums], ranks: Ranks, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -85,7 +85,7 @@ def test_else_all_use_nccl(
     assert reason in caplog.text
 
 
-def test_torch_s_module_is_called_as_it_is() -> None:
+def test_the_symmetric_memory_module_of_torch_accepts_our_calls() -> None:
     """Of this build, which has no devices for it: an error that is not about the call."""
     symmetric: ModuleType = pytest.importorskip("torch.distributed._symmetric_memory")
     assert torch.ops.symm_mem.one_shot_all_reduce.default._schema.arguments[1].name == "reduce_op"

@@ -57,7 +57,7 @@ def test_kernels_that_a_checkpoint_names_are_not_taken(tmp_path: Path) -> None:
     assert np.isfinite(VerificationReference(folder).logits([1, 2], [3])).all()  # what `outrider verify` compares with
 
 
-def test_every_model_of_transformers_is_made_without_kernels_of_the_hub() -> None:
+def test_every_transformers_model_is_made_without_hub_kernels() -> None:
     found = []
     for package in ("outrider", "drafter_svc", "verifier_svc", "router", "bench"):
         for file in (ROOT / package).rglob("*.py"):
@@ -94,7 +94,7 @@ def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) ->
     assert_same(ours / 4, reference / 4)
 
 
-def test_many_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path(pair: tuple[Engine, Reference]) -> None:
+def test_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path(pair: tuple[Engine, Reference]) -> None:
     engine, reference = pair
     random = np.random.default_rng(1)
     segments, expected = [], []
@@ -159,7 +159,7 @@ def test_drafts_beyond_the_context_do_not_fail(pair: tuple[Engine, Reference]) -
     assert np.isfinite(found).all()
 
 
-def test_it_computes_what_the_native_engine_computes(tmp_path: Path) -> None:
+def test_the_transformers_engine_equals_the_native_engine(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped")
     ours, native = load(folder), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
     random = np.random.default_rng(5)
@@ -198,7 +198,7 @@ def test_lower_precision_reads_less_and_stays_close(name: str, dtype: str, off: 
     assert order == sorted(set(order))
 
 
-def test_what_torchao_has_no_kernel_for_is_refused_with_what_to_use(tmp_path: Path) -> None:
+def test_a_type_without_a_torchao_kernel_is_refused_with_an_alternative(tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2", n_embd=24, n_head=4)
     with pytest.raises(ConfigError, match=r"dtype: .*int4; use bfloat16"):
         load(folder, "int4")
@@ -229,7 +229,7 @@ def test_a_model_without_a_plan_is_not_shared(tmp_path: Path) -> None:
             load_engine(folder, dtype="float32", slots=1, threads=1, group=group.group)
 
 
-def test_segments_that_go_together_are_of_about_one_size() -> None:
+def test_segments_of_one_batch_have_similar_sizes() -> None:
     def segment(slot: int, count: int, prefix: int) -> Segment:
         return prompt(slot, np.zeros(count, np.int64), prefix)
 
@@ -246,7 +246,7 @@ def test_the_reference_target_runs_through_both(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_a_window_longer_than_the_trial_is_tried_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_longer_than_the_probe_is_probed_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_family(tmp_path, "mistral-window", sliding_window=64)
     assert not load_engine(folder, backend="transformers", dtype="float32", slots=1, threads=1).treeless
     mask = AttentionBatch.mask

@@ -37,7 +37,7 @@ def test_the_reason_is_given_and_trees_are_refused(pair: Pair) -> None:
         engine.forward([prompt(0, tokens, 2)])
 
 
-def test_sessions_in_turns_give_the_tokens_of_generate(pair: Pair) -> None:
+def test_interleaved_sessions_give_the_tokens_of_generate(pair: Pair) -> None:
     engine, reference = pair
     random = np.random.default_rng(1)
     texts = {slot: random_tokens(engine, random, length) for slot, length in ((2, 20), (0, 7), (3, 1))}
@@ -64,7 +64,7 @@ def test_sessions_in_turns_give_the_tokens_of_generate(pair: Pair) -> None:
     assert generated == expected
 
 
-def test_a_copied_session_goes_its_own_way(pair: Pair) -> None:
+def test_a_copied_session_diverges_from_its_source(pair: Pair) -> None:
     engine, reference = pair
     random = np.random.default_rng(2)
     text, one, other = (random_tokens(engine, random, count) for count in (11, 4, 4))
@@ -77,12 +77,12 @@ def test_a_copied_session_goes_its_own_way(pair: Pair) -> None:
     assert_same(logits / 4, np.concatenate(alone) / 4)
 
 
-def test_its_costs_can_be_measured(pair: Pair) -> None:
+def test_pass_costs_of_a_treeless_model_are_measured(pair: Pair) -> None:
     costs = pair[0].measure_costs([2, 8], repeats=1)
     assert [count for count, _ in costs] == [2, 8]
 
 
-def test_a_slot_that_cannot_rewind_is_taken_up_only_where_it_ends(tmp_path: Path) -> None:
+def test_a_slot_without_rewind_is_continued_only_at_its_end(tmp_path: Path) -> None:
     slots = KvSlots(2, rewinds=False)
     text = [*range(30)]
     first = slots.acquire(text, "a")

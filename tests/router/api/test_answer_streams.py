@@ -82,7 +82,7 @@ def routed(handle: int, name: bytes = NAME, **sampling: Any) -> pb.GenerateReque
     return request
 
 
-async def test_events_of_several_calls_come_in_one_message_and_each_answer_is_whole(redis_url: str) -> None:
+async def test_events_of_several_calls_share_a_message_and_each_answer_is_whole(redis_url: str) -> None:
     async with scripted_router(redis_url) as rig, opened(rig) as answers:
         calls = [rig.stub.Generate(routed(handle, max_tokens=40)) for handle in range(1, 9)]
         assert [await drain(call) for call in calls] == [[]] * 8  # and all end well
@@ -94,7 +94,7 @@ async def test_events_of_several_calls_come_in_one_message_and_each_answer_is_wh
         assert answers.together > 1
 
 
-async def test_a_resumed_generation_comes_on_the_stream_too(redis_url: str) -> None:
+async def test_a_resumed_generation_uses_the_answer_stream_too(redis_url: str) -> None:
     async with scripted_router(redis_url) as rig, opened(rig) as answers:
         started, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=20)))
         route = pb.AnswerRoute(stream=NAME, handle=7)
@@ -144,7 +144,7 @@ async def test_a_client_that_takes_nothing_loses_its_slot_and_resumes(
         assert answers.tokens(1) == script(len(answers.tokens(1)))
 
 
-async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: str) -> None:
+async def test_the_end_of_a_stream_ends_its_calls(redis_url: str) -> None:
     async with scripted_router(redis_url, pace_s=0.01) as rig, opened(rig) as answers:
         call = rig.stub.Generate(routed(1, max_tokens=2_000))
         alone = rig.stub.Generate(ask(max_tokens=60))
@@ -163,7 +163,9 @@ async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: 
     [(b"another name....", 1), (NAME, 0), (b"short", 1), (NAME, 5)],
     ids=["unknown", "handle 0", "no name", "handle in use"],
 )
-async def test_without_its_stream_a_call_is_sent_its_events_itself(redis_url: str, route: tuple[bytes, int]) -> None:
+async def test_a_call_without_its_answer_stream_is_sent_its_events_itself(
+    redis_url: str, route: tuple[bytes, int]
+) -> None:
     async with scripted_router(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
         holder = rig.stub.Generate(routed(5, max_tokens=2_000))
         await until(lambda: bool(answers.tokens(5)))
@@ -221,7 +223,7 @@ async def test_bytes_that_do_not_parse_end_the_stream(redis_url: str) -> None:
         assert isinstance(from_rpc_error(caught.value), InvalidRequest)
 
 
-async def test_a_name_is_of_one_stream_and_a_tenant_has_so_many(redis_url: str) -> None:
+async def test_a_stream_name_is_unique_and_a_tenants_streams_are_bounded(redis_url: str) -> None:
     async with scripted_router(redis_url) as rig, opened(rig):
         second = AnswersCall(rig)
         await second.send(stream=NAME)

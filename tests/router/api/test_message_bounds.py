@@ -22,7 +22,7 @@ def more_fields_than(most: int, request: bytes) -> bool:
     st.lists(st.integers(0, 2**32 - 1), max_size=40),
     st.text(max_size=300),
 )
-def test_messages_and_what_a_sampling_lists_are_counted(
+def test_messages_and_lists_of_a_sampling_are_counted(
     messages: int, stops: int, biases: int, ids: list[int], text: str
 ) -> None:
     sampling = pb.Sampling(seed=1, stop=["x"] * stops, logit_bias=dict.fromkeys(range(biases), 1.5), allowed_ids=ids)
@@ -39,7 +39,7 @@ def test_bytes_that_do_not_parse_are_counted_too(garbage: bytes, most: int) -> N
     assert more_fields_than(most, garbage) in (False, True)
 
 
-def test_entries_count_however_many_parts_they_come_in() -> None:
+def test_entries_count_across_all_parts_of_a_message() -> None:
     part = pb.GenerateRequest(sampling=pb.Sampling(stop=[""] * 3)).SerializeToString()
     assert more_fields_than(11, part * 3)  # protobuf joins the parts to one Sampling: nine strings, in three fields
     assert not more_fields_than(12, part * 3)
@@ -58,5 +58,5 @@ def test_entries_count_however_many_parts_they_come_in() -> None:
     ],
     ids=["messages", "token ids", "sampling"],
 )
-def test_what_callers_may_send_fits(usual: pb.GenerateRequest) -> None:
+def test_the_largest_legitimate_requests_fit(usual: pb.GenerateRequest) -> None:
     assert not more_fields_than(MAX_FIELDS, usual.SerializeToString())

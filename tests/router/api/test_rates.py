@@ -142,7 +142,7 @@ async def test_resuming_counts_as_generating_and_needs_no_rate_of_tokens(redis_u
         assert refused[0][0] is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_tokens_that_are_sent_again_leave_fewer_to_generate_and_no_debt(
+async def test_replayed_tokens_use_up_the_rate_and_leave_no_debt(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(per_s: float, capacity: float, clock: object) -> TokenBuckets:
@@ -176,7 +176,7 @@ async def test_an_address_over_its_rate_is_refused_before_its_key_is_looked_up(r
         assert "this address is over its rate (address_requests_per_s)" in problem
 
 
-async def test_there_are_at_most_so_many_messages(redis_url: str) -> None:
+async def test_the_number_of_messages_is_bounded(redis_url: str) -> None:
     async with (
         running_router(redis_url) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),

@@ -57,7 +57,7 @@ async def test_a_client_that_does_not_read_holds_no_turn() -> None:
     stuck.cancel()
 
 
-async def test_only_what_comes_from_the_log_waits_for_a_turn() -> None:
+async def test_only_replays_from_the_log_wait_for_a_turn() -> None:
     turns, client = Turns(), Client(reads=True)
     await sending(turns, client, COMMITTED)
     assert turns.count == 0

@@ -64,7 +64,7 @@ async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis
         assert record.turn.deadline is None
 
 
-async def test_the_verifier_receives_a_few_times_in_a_window_what_is_durable(redis_url: str) -> None:
+async def test_the_verifier_receives_the_durable_position_several_times_a_window(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url, window=8) as rig, announced(verifier, rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=41)))
@@ -81,7 +81,7 @@ async def test_an_answer_of_any_length_ends_where_the_context_does(redis_url: st
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 
-async def test_a_seed_is_drawn_when_there_is_none(redis_url: str) -> None:
+async def test_the_router_draws_a_seed_for_a_request_without_one(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         seeds = {(await collect(rig.stub.Generate(ask(max_tokens=1))))[0].seed for _ in range(3)}
         assert len(seeds) == 3
@@ -110,7 +110,7 @@ async def test_a_stop_string_within_the_first_tokens_counts_for_nothing(redis_ur
         assert finished.reason == types_pb2.FINISH_REASON_STOP
 
 
-async def test_nothing_is_sent_or_acknowledged_before_it_is_in_the_log(
+async def test_no_token_is_sent_or_acknowledged_before_it_is_in_the_log(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, written = OwnedSession.append, asyncio.Event()
@@ -147,7 +147,7 @@ async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(
         assert "".join(chunk.text for chunk in chunks) == ANSWER
 
 
-async def test_held_back_text_comes_out_at_the_end(redis_url: str) -> None:
+async def test_held_back_text_is_sent_at_the_end(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more"]))
         _, chunks, _ = await collect(call)
@@ -182,7 +182,7 @@ BAD = [
 ]
 
 
-async def test_bad_input_names_the_field_and_what_is_allowed_and_leaves_nothing(redis_url: str) -> None:
+async def test_bad_input_names_the_field_and_its_range_and_leaves_nothing(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         for request, code, text in BAD:
@@ -194,7 +194,7 @@ async def test_bad_input_names_the_field_and_what_is_allowed_and_leaves_nothing(
         await collect(rig.stub.Generate(ask(max_tokens=2)))
 
 
-async def test_without_a_verifier_that_fits_the_status_names_what_is_missing(redis_url: str) -> None:
+async def test_a_missing_or_unfit_verifier_is_named_in_the_status(redis_url: str) -> None:
     async with running_router(redis_url) as rig:
         with pytest.raises(grpc.aio.AioRpcError, match="no verifier serves model 'target'") as caught:
             await collect(rig.stub.Generate(ask()))
@@ -242,7 +242,7 @@ async def test_cancel_finishes_the_stream_and_stops_the_verifier(redis_url: str)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_client_that_goes_away_stops_the_verifier_and_leaves_the_generation_to_be_resumed(
+async def test_a_client_that_disconnects_stops_the_verifier_and_can_resume(
     redis_url: str,
 ) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
@@ -334,7 +334,7 @@ async def test_models_are_listed_while_a_verifier_serves_them(redis_url: str) ->
         ]
 
 
-async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_without_a_token_lost(
+async def test_a_redis_outage_pauses_generations_at_the_window_and_loses_no_token(
     tmp_path: Path,
 ) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
@@ -365,7 +365,9 @@ async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_withou
 
 
 @pytest.mark.parametrize("lost", ["everything", "the tail"])
-async def test_a_redis_that_comes_back_with_less_is_restored_under_a_higher_epoch(redis_url: str, lost: str) -> None:
+async def test_a_redis_that_returns_with_fewer_tokens_is_restored_under_a_higher_epoch(
+    redis_url: str, lost: str
+) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), logprobs=0))
@@ -388,7 +390,7 @@ async def test_a_redis_that_comes_back_with_less_is_restored_under_a_higher_epoc
         assert (record.epoch, record.finished, record.length) == (2, "length", len(log.tokens))
 
 
-async def test_many_calls_broken_off_leave_nothing(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_many_broken_calls_leave_nothing(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.005), FakeDrafter()
     async with (
         running_router(redis_url) as rig,

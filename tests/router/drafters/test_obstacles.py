@@ -30,7 +30,7 @@ def detail(obstacles: Obstacles) -> str:
     return obstacles.foremost.detail if obstacles.foremost else ""
 
 
-def test_with_tiers_the_cause_is_named_and_not_what_follows_from_it(obstacles: Obstacles) -> None:
+def test_the_obstacle_of_the_upper_tier_is_named_before_its_consequence(obstacles: Obstacles) -> None:
     obstacles.on_attached(UPPER, AttachResponse(refused="forged ticket"), BOTH)
     obstacles.on_attached(LOWER, AttachResponse(refused="unknown session"), BOTH)
     assert detail(obstacles) == "drafter mid:1 at verifier:1: forged ticket"
@@ -41,7 +41,9 @@ def test_with_tiers_the_cause_is_named_and_not_what_follows_from_it(obstacles: O
 
 
 @pytest.mark.parametrize("error", [Overloaded("all slots are in use"), Unavailable("connection refused")])
-def test_a_failure_counts_until_another_drafter_is_in_that_place(obstacles: Obstacles, error: OutriderError) -> None:
+def test_a_failure_counts_until_another_drafter_is_attached_in_its_tier(
+    obstacles: Obstacles, error: OutriderError
+) -> None:
     obstacles.on_failed(UPPER, error)
     obstacles.on_attached(LOWER, AttachResponse(), {"low"})
     assert detail(obstacles) == f"drafter mid:1: {error}"
@@ -55,7 +57,7 @@ def test_a_drafter_that_is_detached_is_named_no_more(obstacles: Obstacles) -> No
     assert obstacles.foremost is None
 
 
-def test_where_drafters_fit_and_none_is_asked_the_reason_is_named(obstacles: Obstacles) -> None:
+def test_suspected_or_detached_drafters_are_named_as_the_reason(obstacles: Obstacles) -> None:
     obstacles.on_placed([], [MID, LOW])
     assert obstacles.foremost == SpeculationStatus(
         SpeculationReason.UNREACHABLE, "drafter mid:1, drafter low:1 failed lately and will be asked again soon"
@@ -67,7 +69,7 @@ def test_where_drafters_fit_and_none_is_asked_the_reason_is_named(obstacles: Obs
     assert obstacles.foremost is None
 
 
-def test_once_there_is_no_drafter_that_alone_counts(obstacles: Obstacles) -> None:
+def test_a_missing_drafter_replaces_earlier_obstacles(obstacles: Obstacles) -> None:
     obstacles.on_failed(UPPER, Unavailable("connection refused"))
     none = SpeculationStatus(SpeculationReason.NO_DRAFTER)
     obstacles.on_no_drafter(none)

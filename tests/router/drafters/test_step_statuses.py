@@ -42,7 +42,7 @@ async def test_the_figures_of_drafters_that_rest_reach_the_client(redis_url: str
     ("options", "detail"),
     [({"policy": "off"}, "policy = off"), ({"drafters_per_session": 0}, "drafters_per_session = 0")],
 )
-async def test_the_setting_of_the_router_that_switched_it_off_is_named(
+async def test_the_router_setting_that_disables_speculation_is_named(
     redis_url: str, options: dict[str, Any], detail: str
 ) -> None:
     found = await speculation(redis_url, FakeVerifier(SCRIPT), FakeDrafter(), **options)
@@ -61,9 +61,7 @@ async def test_a_drafter_that_does_not_answer_is_unreachable(redis_url: str, mon
     assert Reason.Name(found.reason) == "SPECULATION_REASON_UNREACHABLE"
 
 
-async def test_what_the_drafter_was_answered_is_asked_for_soon_and_cut(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_answer_to_a_drafter_is_queried_soon_and_cut(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_assignment, "QUERY_AFTER_S", 0.05)
     monkeypatch.setattr(drafter_assignment, "REPLACE_AFTER_S", 60.0)  # it is not asked to come again
     drafter = FakeDrafter()
@@ -82,7 +80,7 @@ async def test_what_the_drafter_was_answered_is_asked_for_soon_and_cut(
     assert drafter.asked == 2
 
 
-async def test_of_two_tiers_the_upper_one_s_reason_is_reported(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_upper_of_two_refused_tiers_is_reported(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_assignment, "QUERY_AFTER_S", 0.05)
     upper, lower = FakeDrafter(), FakeDrafter()
     upper.answer.refused, lower.answer.refused = "forged ticket", "unknown session"

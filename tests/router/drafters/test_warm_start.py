@@ -12,7 +12,7 @@ HOT = Contract(seed=0, max_tokens=1)
 GREEDY = Contract(seed=0, max_tokens=1, temperature=0.0)
 
 
-async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -> None:
+async def test_warm_start_entries_are_separate_by_drafters_and_temperature_bucket() -> None:
     names: list[str] = []
     drafters = ["drafter"]
 

@@ -134,7 +134,7 @@ def template_of(model: ServedModel) -> ChatTemplate:
         if (name, kind) != ("strict", "system")
     ],
 )
-async def test_a_prompt_is_what_transformers_makes_of_the_messages(
+async def test_a_prompt_equals_the_chat_template_of_transformers(
     folder: Folder, opened: Callable[[Path], ServedModel], name: str, conversation: list[tuple[str, str]]
 ) -> None:
     made = folder(TEMPLATES[name], eos_token={"__type": "AddedToken", "content": "<|endoftext|>", "special": True})
@@ -148,7 +148,7 @@ async def test_a_prompt_is_what_transformers_makes_of_the_messages(
     assert list(await model.encode_chat(messages_of(conversation))) == ids
 
 
-async def test_what_a_template_refuses_is_refused_with_its_words(
+async def test_a_refusal_of_a_template_is_returned_in_its_words(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
     made = folder(TEMPLATES["strict"], eos_token="<|endoftext|>")
@@ -161,7 +161,7 @@ async def test_what_a_template_refuses_is_refused_with_its_words(
         await opened(made).encode_chat(messages_of(CONVERSATIONS[-1]))
 
 
-async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
+async def test_a_template_file_precedes_named_templates_of_which_the_default_is_used(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
@@ -216,7 +216,9 @@ async def test_no_template_can_hang_or_exhaust_the_router(
         "{{ '\\ud800' }}",
     ],
 )
-async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], ServedModel], attempt: str) -> None:
+async def test_the_template_sandbox_refuses_escapes(
+    folder: Folder, opened: Callable[[Path], ServedModel], attempt: str
+) -> None:
     with pytest.raises(InvalidRequest, match="the model's chat template refuses them"):
         await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
 
@@ -226,7 +228,7 @@ def sandboxes() -> set[int]:
     return {pid for pid in children(os.getpid()) if "template_sandbox" in command_of(pid)}
 
 
-def test_the_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_template_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://:secret@host")
     others = sandboxes()
     template = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
@@ -239,9 +241,7 @@ def test_the_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyP
     assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(chat_module.ENVIRONMENT)
 
 
-def test_a_folder_without_a_template_has_none_and_starts_nothing(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_template_starts_no_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "subprocess", None)
     assert read_chat_template(folder()) is None
     assert read_chat_template(folder([{"name": "tool_use", "template": "tools"}])) is None
@@ -252,7 +252,7 @@ def conversation(*pairs: tuple[str, str], **fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(messages=messages, sampling=pb.Sampling(max_tokens=4), **fields)
 
 
-async def test_a_conversation_goes_on_as_a_whole(redis_url: str, folder: Folder) -> None:
+async def test_a_conversation_continues_with_its_whole_history(redis_url: str, folder: Folder) -> None:
     made = folder(STRICT)
     digest = MODEL.digest
     async with (
@@ -304,7 +304,7 @@ BAD = [
 ]
 
 
-async def test_what_is_wrong_with_messages_is_named(redis_url: str, folder: Folder) -> None:
+async def test_malformed_messages_are_named(redis_url: str, folder: Folder) -> None:
     async with (
         running_router(redis_url, models={"target": folder(STRICT)}, max_request_bytes=2**24) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
@@ -342,7 +342,7 @@ async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folde
         template.close()
 
 
-async def test_who_ends_the_templates_process_waits_for_the_next_one_and_nobody_else(folder: Folder) -> None:
+async def test_only_the_caller_that_kills_the_template_process_waits_for_the_next(folder: Folder) -> None:
     others = sandboxes()
     template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
     assert template is not None

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_a_prompt_is_encoded_as_the_tokenizer_itself_does_it(folder: Path) -> None:
+async def test_a_prompt_is_encoded_like_by_the_tokenizer_itself(folder: Path) -> None:
     model = load_model("m", folder)
     for text in ("import os\n", "é🙂 " * 3000):
         assert await model.encode(text) == tuple(model.tokenizer.encode(text).ids)
@@ -57,7 +57,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_tokenized(
         ({}, {"eos_token_id": 5}, (5,)),
     ],
 )
-def test_the_ids_that_end_a_text_come_from_the_first_file_that_names_them(
+def test_end_of_text_ids_come_from_the_first_file_that_names_them(
     folder: Path, generation: object, config: object, expected: tuple[int, ...]
 ) -> None:
     for name, values in (("generation_config.json", generation), ("config.json", config)):

@@ -32,11 +32,11 @@ def test_a_tier_without_drafters_is_skipped() -> None:
     assert placed(worker("b", 1), worker("d", 3, 0)) == {"b": "v", "d": "v"}
 
 
-def test_no_drafter_drafts_for_one_that_cannot_judge_it() -> None:
+def test_no_drafter_drafts_for_a_tier_that_cannot_judge_its_nodes() -> None:
     assert placed(worker("a"), worker("b", 1, serves=False), worker("c", 2)) == {"a": "v", "b": "a", "c": "a"}
 
 
-def test_of_each_tier_so_many_and_a_drafter_that_is_there_stays() -> None:
+def test_each_tier_has_its_number_of_drafters_and_keeps_attached_ones() -> None:
     many = [worker(name) for name in "abc"] + [worker(name, 1) for name in "xyz"]
     assert placed(*many) == {"a": "v", "x": "a"}
     assert placed(*many, each=2) == {"a": "v", "b": "v", "x": "a", "y": "a"}
@@ -56,13 +56,13 @@ def order(*prospects: VerifierCandidate, tokens: int = 100) -> str:
     return "".join(worker.worker_id for worker in order_candidates(prospects, tokens))
 
 
-def test_a_session_goes_where_its_kv_is_then_where_there_is_least_load_and_near_by() -> None:
+def test_a_session_goes_to_its_kv_then_to_the_least_loaded_nearby_verifier() -> None:
     assert order(prospect("a", 0.5), prospect("b", 0.2), prospect("c", 0.9, holds=True)) == "cba"
     assert order(prospect("a", 0.1, near=False), prospect("b", 0.3)) == "ba"
     assert order(prospect("a", 0.1, near=False), prospect("b", 0.5)) == "ab"
 
 
-def test_what_it_shares_with_other_texts_there_is_worth_an_eighth_of_the_slots() -> None:
+def test_a_shared_prefix_is_worth_an_eighth_of_the_slots() -> None:
     assert order(prospect("a", 0.1), prospect("b", 0.2, shared=96)) == "ba"
     assert order(prospect("a", 0.1), prospect("b", 0.3, shared=96)) == "ab"
     assert order(prospect("a", 0.1), prospect("b", 0.2, shared=64), tokens=1000) == "ab"  # a small part of the text
@@ -81,11 +81,11 @@ def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer
     assert order(held, busy) == "ha"
 
 
-def test_a_worker_that_failed_lately_comes_last_even_with_the_kv() -> None:
+def test_a_worker_that_failed_recently_is_ranked_last_even_with_the_kv() -> None:
     assert order(prospect("h", holds=True, suspected=True), prospect("a", 0.9), prospect("f", 1.0, full=True)) == "afh"
 
 
-def test_sessions_that_decide_by_themselves_even_two_drafters_out() -> None:
+def test_sessions_that_choose_by_themselves_balance_two_drafters() -> None:
     draws = [index / 100 for index in range(100)]
     for here, there in ((10, 0), (7, 3), (2, 0)):
         moved = here * sum(should_rebalance(here, there, chance) for chance in draws) / len(draws)

@@ -36,7 +36,7 @@ def test_a_window_begins_behind_the_first_steps_with_drafts() -> None:
     assert steps.measured == 4
 
 
-def test_tiers_that_draft_nothing_are_measured_all_the_same() -> None:
+def test_tiers_that_draft_nothing_are_measured_too() -> None:
     steps = Steps()
     steps.take([False] * (SETTLING_STEPS + 4))
     assert steps.measured == 4
@@ -58,7 +58,7 @@ def test_a_rest_takes_no_time_from_the_window() -> None:
     assert (steps.measured, steps.window.rested_tokens, steps.window.rested_s) == (4, 0, 0.0)
 
 
-def test_what_is_taken_begins_anew_without_settling_again() -> None:
+def test_taking_a_window_begins_the_next_without_settling() -> None:
     steps = Steps()
     steps.take([True] * (DRAFTED_FIRST + 2))
     assert steps.window.take(math.inf) == (2, pytest.approx(2 * STEP_S), False)
@@ -67,7 +67,7 @@ def test_what_is_taken_begins_anew_without_settling_again() -> None:
     assert steps.window.take(math.inf) == (0, 0.0, False)
 
 
-def test_a_long_rest_counts_instead_of_what_was_drafted_before() -> None:
+def test_a_long_rest_replaces_the_drafted_steps() -> None:
     steps = Steps()
     steps.take([True] * (DRAFTED_FIRST + 2))
     steps.take([False] * 10, resting=True)
@@ -78,7 +78,7 @@ def test_a_long_rest_counts_instead_of_what_was_drafted_before() -> None:
         assert steps.window.take(0.5) == ((6, pytest.approx(6 * STEP_S), True) if long else (0, 0.0, False))
 
 
-def test_a_rest_before_the_tiers_have_drafted_shows_nothing_of_them() -> None:
+def test_a_rest_before_the_first_draft_is_not_measured() -> None:
     steps = Steps()
     steps.take([False] * 20, resting=True)
     assert steps.window.take(0.5) == (0, 0.0, False)

@@ -25,7 +25,7 @@ class _Counted(Registry):
         return await super().workers(role)
 
 
-async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url: str) -> None:
+async def test_concurrent_sessions_share_one_look_at_the_registry(redis_url: str) -> None:
     client = connect(redis_url)
     registry = _Counted(client)
     worker_pool = WorkerPool(registry)
@@ -51,7 +51,7 @@ async def test_a_role_without_workers_counts_as_zero(redis_url: str) -> None:
     await client.aclose()
 
 
-async def test_a_call_that_is_cancelled_during_its_look_has_not_looked_for_others(redis_url: str) -> None:
+async def test_a_cancelled_registry_look_does_not_serve_other_calls(redis_url: str) -> None:
     client = connect(redis_url)
     registry = _Counted(client)
     worker_pool = WorkerPool(registry)
@@ -65,7 +65,7 @@ async def test_a_call_that_is_cancelled_during_its_look_has_not_looked_for_other
     await client.aclose()
 
 
-async def test_calls_that_wait_for_a_look_that_fails_fail_at_once() -> None:
+async def test_a_failed_registry_look_fails_all_waiting_calls_at_once() -> None:
     client = connect("redis://127.0.0.1:1")
     registry = _Counted(client)
     worker_pool = WorkerPool(registry)
@@ -75,7 +75,7 @@ async def test_calls_that_wait_for_a_look_that_fails_fail_at_once() -> None:
     await client.aclose()
 
 
-async def test_a_worker_that_starts_at_an_address_is_not_avoided_for_one_that_died_there(redis_url: str) -> None:
+async def test_a_worker_at_the_address_of_a_dead_one_is_not_avoided(redis_url: str) -> None:
     def worker(name: str) -> Worker:
         return Worker(name, "verifier", "127.0.0.1:1", "m", b"digest", 9, 9, 8, 0, 1)
 
@@ -177,7 +177,7 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(
     await client.aclose()
 
 
-async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_lately_last(redis_url: str) -> None:
+async def test_drafters_in_the_verifiers_zone_rank_first_and_recently_failed_ones_last(redis_url: str) -> None:
     def worker(name: str, role: Role, zone: str, sessions: int = 0) -> Worker:
         return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, sessions, 1, zone=zone)
 
@@ -205,7 +205,7 @@ async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_
     await client.aclose()
 
 
-async def test_a_text_goes_where_another_that_begins_alike_was_read_if_its_tenant_is_the_same(redis_url: str) -> None:
+async def test_a_text_goes_to_the_verifier_that_read_its_prefix_for_the_same_tenant(redis_url: str) -> None:
     text = [*range(300)]
 
     def verifier(name: str, sessions: int, prefixes: str) -> Worker:

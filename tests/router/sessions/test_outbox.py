@@ -52,7 +52,7 @@ async def test_a_client_that_reads_steadily_is_waited_for_however_long_that_take
     assert outbox.limit == 22
 
 
-async def test_a_client_that_does_not_read_is_given_up_with_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_reading_is_given_up_with_its_queued_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLOW_CLIENT_S", 0.1)
     outbox = Outbox(WINDOW)
     with pytest.raises(Unavailable, match="did not read"):
@@ -60,7 +60,7 @@ async def test_a_client_that_does_not_read_is_given_up_with_what_waits_for_it(mo
     assert outbox.stalled
 
 
-async def test_a_router_that_goes_down_does_not_wait() -> None:
+async def test_a_draining_router_does_not_wait_for_slow_clients() -> None:
     outbox = Outbox(WINDOW)
     outbox.cut_short(Moved("this router is going down"))
     with pytest.raises(Moved):
@@ -89,7 +89,7 @@ async def test_the_client_s_progress_and_its_end_are_reported_to_the_task_that_w
     assert [type(error) for error in broken] == [Cancelled]
 
 
-async def test_what_cannot_be_sent_is_an_error_and_no_silence(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_event_that_cannot_be_sent_raises_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def write(event: Event) -> None:
         raise KeyError("a bug")
 

@@ -73,7 +73,7 @@ def test_figures_count_steps_by_depth() -> None:
     assert (usage.completion_tokens, usage.wire_bytes) == (6, 15)
 
 
-async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens() -> None:
+async def test_log_probabilities_of_a_long_answer_are_replayed_with_their_tokens() -> None:
     contract, size = Contract(seed=1, max_tokens=999, logprobs=1), stride(1)
     answer = Response(PROMPT, contract, AnswerText(Detokenizer(TOKENIZER, PROMPT), ()), UsageStats())
     tokens = ANSWER * (2 * REPLAY_TOKENS // len(ANSWER) + 1)
@@ -85,7 +85,7 @@ async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens(
         assert part.logprobs == b"".join(kept[first : first + len(part.tokens)])
 
 
-async def test_long_answers_that_are_read_again_come_in_small_parts_and_in_turns() -> None:
+async def test_long_answers_are_replayed_in_small_parts_and_in_turns() -> None:
     order: list[str] = []
 
     class Turns(LoopTurns):

@@ -31,7 +31,7 @@ async def arrived(rig: Rig, count: int) -> list[TrainingSample]:
     return examples
 
 
-async def test_a_finished_text_is_kept_with_what_the_target_thought(redis_url: str) -> None:
+async def test_a_finished_text_is_kept_with_the_targets_log_probabilities(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, stride=3)
     async with running_router(redis_url, teaches=["*"]) as rig, announced(verifier, rig.registry, MODEL.digest):
         _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=8)))
@@ -60,7 +60,7 @@ async def test_callers_get_as_many_alternatives_as_without(redis_url: str, asked
     assert all(len(entry.top_ids) == asked for chunk in answers[1] for entry in chunk.logprobs)
 
 
-async def test_nothing_is_kept_of_tenants_that_did_not_allow_it(redis_url: str) -> None:
+async def test_no_sample_is_kept_of_a_tenant_that_did_not_allow_it(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with (
         running_router(redis_url, auth="keys", teaches=["one"]) as rig,
@@ -77,13 +77,13 @@ async def test_nothing_is_kept_of_tenants_that_did_not_allow_it(redis_url: str) 
     assert example.chosen == 4
 
 
-async def test_without_being_asked_to_a_router_keeps_nothing(redis_url: str) -> None:
+async def test_a_router_keeps_no_samples_unless_configured(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         await collect(rig.stub.Generate(ask(max_tokens=4)))
         assert await rig.client.keys(STREAMS) == []
 
 
-async def test_a_text_that_moves_teaches_what_was_generated_at_both_places(redis_url: str) -> None:
+async def test_a_text_that_moved_gives_a_sample_of_both_parts(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
     first.moves_after = 3
     async with (
@@ -96,7 +96,7 @@ async def test_a_text_that_moves_teaches_what_was_generated_at_both_places(redis
     assert example.chosen == 8
 
 
-async def test_while_redis_is_away_answers_are_not_kept_and_no_call_waits(tmp_path: Path) -> None:
+async def test_no_samples_are_kept_and_no_call_waits_while_redis_is_down(tmp_path: Path) -> None:
     server = Restartable(tmp_path)
     written: list[Any] = []
     try:

@@ -42,7 +42,7 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
     await client.aclose()
 
 
-async def test_what_is_committed_while_it_reads_is_read_as_well_though_no_further_commit_comes(redis_url: str) -> None:
+async def test_a_standby_reads_tokens_that_are_committed_while_it_reads(redis_url: str) -> None:
     client = connect(redis_url)
     registry = Registry(client)
     router: Any = SimpleNamespace(worker_pool=WorkerPool(registry), background=BackgroundTasks())

@@ -41,7 +41,7 @@ def start(session_id: str) -> DecodeStart:
 
 
 @pytest.mark.parametrize("steps", range(STEPS))
-async def test_a_stream_that_is_cancelled_while_it_opens_ends_at_once(steps: int) -> None:
+async def test_a_stream_cancelled_while_it_opens_ends_at_once(steps: int) -> None:
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(FakeVerifier([1]), server)
         return []
@@ -87,7 +87,7 @@ def commit(position: int, tokens: int, gaps: int) -> verifier_pb2.DecodeCommit:
     )
 
 
-async def test_nothing_counts_behind_a_malformed_commit_and_what_came_before_it_does() -> None:
+async def test_commits_before_a_malformed_one_count_and_later_ones_do_not() -> None:
     stream = await opened()
     stream.on_commit(commit(3, 1, 1))
     stream.on_commit(commit(4, 2, 1))
@@ -112,7 +112,7 @@ async def test_a_verifier_that_sends_before_the_start_is_given_up() -> None:
         await opening
 
 
-async def test_an_idle_stream_shows_that_its_verifier_is_alive_once() -> None:
+async def test_an_idle_stream_reports_that_its_verifier_is_alive_once() -> None:
     stream = await opened()
     for _ in range(3):
         stream.on_heartbeat()

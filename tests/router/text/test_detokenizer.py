@@ -49,7 +49,7 @@ def _at_once(ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
 
 
 @given(any_ids | byte_ids, st.lists(st.integers(0, 50), max_size=8))
-def test_any_chunking_gives_the_text_that_decoding_at_once_gives(ids: list[int], cuts: list[int]) -> None:
+def test_any_chunking_gives_the_text_of_decoding_at_once(ids: list[int], cuts: list[int]) -> None:
     answer = _answer()
     pieces = [answer.feed(chunk).text for chunk in _chunks(ids, cuts)]
     assert "".join(pieces) + answer.flush() == TOKENIZER.decode(ids)
@@ -79,7 +79,7 @@ def test_no_piece_splits_a_character(prompt: str, text: str) -> None:
     st.lists(st.text(alphabet="abc é🙂", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.integers(0, 60), max_size=8),
 )
-def test_stops_are_found_wherever_they_span(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_are_found_across_tokens(text: str, stops: list[str], cuts: list[int]) -> None:
     ids = TOKENIZER.encode(text).ids
     expected, count = _at_once(ids, stops)
     answer, out, taken = _answer(stops), "", 0
@@ -95,7 +95,7 @@ def test_stops_are_found_wherever_they_span(text: str, stops: list[str], cuts: l
 
 
 @given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher, out = StopStrings(stops), ""
     for count, character in enumerate(text, 1):
         piece, stopped = matcher.feed(character)
@@ -155,7 +155,7 @@ def test_marks_that_are_special_tokens_have_text() -> None:
         assert found.strip() == text
 
 
-async def test_an_answer_that_is_resumed_has_the_text_it_had() -> None:
+async def test_a_resumed_answer_repeats_its_text() -> None:
     model: Any = SimpleNamespace(tokenizer=_sentencepiece_like(), marks=(), form_behind=lambda prompt: PLAIN_FORM)
     answer = answer_of(model, (1, 2), SessionTurn(Contract(seed=1, max_tokens=9), (), 2, None), UsageStats())
     parts = await answer.replay((3, 2, 3), b"", LoopTurns(), "one")
@@ -168,7 +168,7 @@ def test_endless_broken_bytes_are_not_held_for_ever() -> None:
     assert any(detokenizer.feed(half) for _ in range(100))
 
 
-def test_what_may_still_become_a_character_is_held_for_64_tokens() -> None:
+def test_an_incomplete_character_is_held_for_64_tokens() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     half = TOKENIZER.encode("🙂").ids[0]
     pieces = [detokenizer.feed(half) for _ in range(64)]
@@ -177,7 +177,7 @@ def test_what_may_still_become_a_character_is_held_for_64_tokens() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_what_comes_together_is_one_text_and_what_is_held_comes_at_the_end() -> None:
+def test_tokens_in_one_chunk_give_one_text_and_held_text_is_flushed_at_the_end() -> None:
     answer = _answer(["abc"])
     taken = answer.feed(TOKENIZER.encode("x ab").ids)
     assert (taken.text, taken.stopped) == ("x ", False)
@@ -194,7 +194,7 @@ def test_a_stop_string_that_the_last_held_character_completes_ends_the_text() ->
 
 
 @pytest.mark.parametrize("unstopped", [0, 1, 2])
-def test_a_stop_string_counts_in_the_text_of_later_tokens_than_those_that_must_come(unstopped: int) -> None:
+def test_a_stop_string_counts_only_after_min_tokens(unstopped: int) -> None:
     ids = [token for word in ("ab", "ab", "ab") for token in TOKENIZER.encode(word).ids]
     each = len(ids) // 3
     answer = AnswerText(Detokenizer(TOKENIZER), ["ab"], unstopped=unstopped * each)
@@ -208,7 +208,7 @@ def test_the_first_of_several_stop_strings_ends_the_text() -> None:
     assert [matcher.feed(character) for character in "aaab"] == [("", False), ("", False), ("a", False), ("", True)]
 
 
-def test_a_stop_string_is_found_behind_a_beginning_of_it_that_came_to_nothing() -> None:
+def test_a_stop_string_is_found_after_a_failed_partial_match() -> None:
     matcher = StopStrings(["aaba"])
     assert [matcher.feed(character) for character in "aaaba"] == [
         ("", False),

@@ -35,12 +35,12 @@ def test_tokens_of_a_byte_level_vocabulary_are_the_bytes_of_the_text(text: str) 
 
 
 @pytest.mark.parametrize("text", ["ab é🙂", "a ab", "b\n日本"])
-def test_and_so_are_those_with_spaces_as_characters_and_bytes_to_fall_back_on(text: str) -> None:
+def test_tokens_of_a_sentencepiece_vocabulary_are_the_bytes_of_the_text(text: str) -> None:
     tokenizer = _sentencepiece()
     spelled = TokenText(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert b"".join(map(spelled, ids)) == f" {text}".encode()  # it begins every text with a space
 
 
-def test_what_is_no_token_has_no_text() -> None:
+def test_an_id_outside_the_vocabulary_has_no_text() -> None:
     assert TokenText(MODEL.tokenizer)(10**6) == b""

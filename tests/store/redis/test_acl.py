@@ -45,13 +45,13 @@ def emptied(own: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
 
 
 @pytest.mark.parametrize("role", ACL_ROLES)
-async def test_a_role_s_user_may_do_all_that_the_role_does(emptied: EmbeddedRedis, role: AclRole) -> None:
+async def test_a_roles_user_has_every_right_that_the_role_needs(emptied: EmbeddedRedis, role: AclRole) -> None:
     await works(role, emptied.url_of(role), emptied.url)
     with redis.Redis.from_url(emptied.url) as admin:
         assert denied(admin) == []
 
 
-async def test_on_a_redis_cluster_too(tmp_path: Path) -> None:
+async def test_a_roles_user_has_its_rights_on_a_redis_cluster_too(tmp_path: Path) -> None:
     with redis_cluster(tmp_path) as ports:
         nodes = [redis.Redis(port=port) for port in ports]
         for node in nodes:
@@ -66,7 +66,7 @@ async def test_on_a_redis_cluster_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("role", "grant", "command"), NEEDED)
-async def test_each_command_of_a_role_is_one_that_it_needs(
+async def test_every_command_granted_to_a_role_is_needed(
     emptied: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, role: AclRole, grant: Grant, command: str
 ) -> None:
     fewer = " ".join(one for one in grant.commands.split() if one != command)
@@ -163,7 +163,7 @@ DENIED: dict[AclRole, list[str]] = {
 
 
 @pytest.mark.parametrize("role", ACL_ROLES)
-def test_what_a_role_does_not_need_is_denied(own: EmbeddedRedis, role: AclRole) -> None:
+def test_commands_that_a_role_does_not_need_are_denied(own: EmbeddedRedis, role: AclRole) -> None:
     with redis.Redis.from_url(own.url) as admin:
         for command in DENIED[role]:
             answer = admin.execute_command("ACL", "DRYRUN", user_name(role), *command.split(" "))
@@ -182,7 +182,7 @@ def test_roles_have_passwords_of_their_own_which_are_nowhere_to_be_read(own: Emb
             client.config_get("*")
 
 
-async def test_the_lines_are_those_of_an_acl_file(tmp_path: Path) -> None:
+async def test_the_acl_lines_form_a_valid_file(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     lines = ["user default on nopass ~* &* +@all", *(user_line(role, PASSWORD) for role in ACL_ROLES if role != "keys")]
     file.write_text("\n".join([*lines, user_line("keys")]) + "\n", encoding="utf-8")
@@ -229,5 +229,5 @@ async def test_a_redis_without_these_rules_is_used_as_one_user_with_a_warning(
             await Keys(client).listed()
 
 
-def test_every_role_s_work_is_known() -> None:  # bites: the roles are the code's
+def test_the_work_of_every_role_is_tested() -> None:  # bites: the roles are the code's
     assert WORK.keys() == GRANTS.keys() == set(ACL_ROLES)

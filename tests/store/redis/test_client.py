@@ -51,6 +51,8 @@ def test_a_write_to_a_closed_connection_is_a_connection_error(
 
 
 @LOOPS
-def test_so_it_is_on_a_redis_cluster(tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_write_to_a_closed_cluster_connection_is_a_connection_error(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     with redis_cluster(tmp_path) as ports, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(write_to_closed(f"redis+cluster://127.0.0.1:{ports[0]}"))

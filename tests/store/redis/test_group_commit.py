@@ -54,7 +54,7 @@ async def test_appends_of_one_moment_take_one_round_trip(client: Redis) -> None:
         assert (await sessions.read(one.session_id)).tokens == (*PROMPT, 0)
 
 
-async def test_appends_that_come_while_others_are_under_way_go_together_next(client: Redis) -> None:
+async def test_appends_that_arrive_during_a_commit_join_the_next_one(client: Redis) -> None:
     _, owned = await begun(client)
     await append(owned[0], 4, 0)
     before = await reads(client)
@@ -66,7 +66,7 @@ async def test_appends_that_come_while_others_are_under_way_go_together_next(cli
     assert await reads(client) - before <= 5
 
 
-async def test_appends_beside_other_writes_go_together_too(client: Redis) -> None:
+async def test_appends_beside_other_writes_are_grouped_too(client: Redis) -> None:
     sessions, owned = await begun(client)
     before = await reads(client)
     writes = [append(one, 4, 0) for one in owned[:-1]]
@@ -76,7 +76,7 @@ async def test_appends_beside_other_writes_go_together_too(client: Redis) -> Non
     assert {(await sessions.get(one.session_id)).length for one in owned[:-1]} == {5}
 
 
-async def test_a_session_keeps_its_order_among_others(client: Redis) -> None:
+async def test_a_sessions_appends_keep_their_order_in_a_group(client: Redis) -> None:
     sessions, owned = await begun(client)
 
     async def talk(one: OwnedSession) -> None:
@@ -88,7 +88,7 @@ async def test_a_session_keeps_its_order_among_others(client: Redis) -> None:
         assert (await sessions.read(one.session_id)).tokens == (*PROMPT, 0, 1, 2, 3, 4)
 
 
-async def test_what_is_refused_to_one_is_refused_to_that_one_alone(client: Redis) -> None:
+async def test_a_refused_append_leaves_the_others_of_its_group_alone(client: Redis) -> None:
     sessions, owned = await begun(client)
     await sessions.acquire("s3", 1, "somebody else")
     await append(owned[5], 4, 9)
@@ -108,7 +108,7 @@ async def test_a_value_that_is_of_another_kind_harms_its_session_alone(client: R
     assert (await sessions.get("s4")).length == 5
 
 
-async def test_a_server_that_forgot_the_scripts_gets_them_again(client: Redis) -> None:
+async def test_scripts_are_loaded_again_on_a_server_that_lost_them(client: Redis) -> None:
     _, owned = await begun(client)
     await client.script_flush()
     assert await asyncio.gather(*(append(one, 4, 0) for one in owned)) == [5] * MANY
@@ -126,7 +126,7 @@ async def test_a_write_that_is_cancelled_before_its_turn_changes_nothing_and_dis
     assert await append(owned[7], 4, 1) == 5
 
 
-async def test_a_lost_server_is_reported_to_all_and_all_go_on_when_it_is_back(tmp_path: Path) -> None:
+async def test_a_lost_server_is_reported_to_every_writer_and_all_continue_when_it_returns(tmp_path: Path) -> None:
     with Server(tmp_path, appendfsync="always") as server:
         client = connect(server.url)
         assert isinstance(client, Redis)
@@ -139,9 +139,7 @@ async def test_a_lost_server_is_reported_to_all_and_all_go_on_when_it_is_back(tm
         await client.aclose()
 
 
-async def test_a_server_that_answers_too_slowly_is_not_called_one_that_is_not_there(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_server_is_not_reported_as_missing(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "TIMEOUT_S", 1.0)
     client = connect(redis_url)
     assert isinstance(client, Redis)
@@ -153,7 +151,7 @@ async def test_a_server_that_answers_too_slowly_is_not_called_one_that_is_not_th
     await client.aclose()
 
 
-async def test_a_server_that_dies_in_the_middle_of_writes_loses_and_doubles_none(tmp_path: Path) -> None:
+async def test_a_server_killed_during_writes_loses_and_doubles_none(tmp_path: Path) -> None:
     with Server(tmp_path, appendfsync="always") as server:
         client = connect(server.url)
         assert isinstance(client, Redis)

@@ -33,7 +33,7 @@ async def test_a_machine_with_another_time_has_that_of_redis(client: Redis, skew
     assert clock.skew_s() == pytest.approx(skew_s, abs=0.2)
 
 
-async def test_a_clock_that_is_set_meanwhile_shows_at_once_and_changes_no_time(client: Redis) -> None:
+async def test_a_clock_change_shows_in_the_skew_and_not_in_the_time(client: Redis) -> None:
     ahead = [0.0]
     clock = RedisClock(lambda: time.time() + ahead[0])
     await clock.read(client)
@@ -65,7 +65,7 @@ async def heartbeats(redis_url: str) -> AsyncIterator[RedisClock]:
     await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def test_a_worker_reads_it_with_its_heartbeat(heartbeats: RedisClock) -> None:
+async def test_a_worker_reads_the_clock_with_its_heartbeat(heartbeats: RedisClock) -> None:
     async with asyncio.timeout(3):
         while not heartbeats.skew_s():
             await asyncio.sleep(0.01)
@@ -74,7 +74,9 @@ async def test_a_worker_reads_it_with_its_heartbeat(heartbeats: RedisClock) -> N
 
 @pytest.mark.parametrize("maker_s", SKEWS_S)
 @pytest.mark.parametrize("router_s", SKEWS_S)
-async def test_an_api_key_lasts_as_long_as_it_was_made_for(client: Redis, maker_s: float, router_s: float) -> None:
+async def test_an_api_key_is_valid_for_its_stated_time_despite_clock_skew(
+    client: Redis, maker_s: float, router_s: float
+) -> None:
     maker, clock = Keys(client, skewed(maker_s)), skewed(router_s)
     await clock.read(client)
     router = Keys(client, clock)

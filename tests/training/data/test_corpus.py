@@ -26,7 +26,7 @@ def prepared(source: Path, vocabulary: Vocabulary, folder: Path, held_out: int =
     return prepare(texts, vocabulary, folder, lambda what, done: stages.append(what)), stages
 
 
-def test_ids_are_the_texts_with_a_separator_behind_each(tmp_path: Path) -> None:
+def test_token_ids_are_the_texts_each_followed_by_a_separator(tmp_path: Path) -> None:
     vocabulary = Vocabulary.read(TARGET, 0)
     corpus, _ = prepared(PAGES, vocabulary, tmp_path / "ids", held_out=20)
     assert corpus.train.dtype == np.uint16
@@ -52,7 +52,7 @@ def test_long_texts_are_tokenized_in_pieces_that_make_up_the_whole(
     assert vocabulary.tokenizer.decode(tokens.tolist()) == content
 
 
-def test_ids_are_made_anew_only_where_the_texts_or_the_tokenizer_are_others(tmp_path: Path) -> None:
+def test_token_ids_are_made_anew_only_if_the_texts_or_the_tokenizer_changed(tmp_path: Path) -> None:
     pages, ids = tmp_path / "pages", tmp_path / "ids"
     pages.mkdir()
     for number in range(60):
@@ -81,7 +81,7 @@ def test_too_little_text_is_reported_before_anything_is_learned(tmp_path: Path) 
         corpus.require(17)
 
 
-def test_a_tokenizer_is_made_of_what_is_not_held_out(tmp_path: Path) -> None:
+def test_a_tokenizer_is_made_of_texts_that_are_not_held_out(tmp_path: Path) -> None:
     pages = tmp_path / "pages"
     pages.mkdir()
     for number in range(40):
@@ -96,7 +96,7 @@ def test_a_tokenizer_is_made_of_what_is_not_held_out(tmp_path: Path) -> None:
     assert not [word for word in words if "zaphod" in word and any(f"{word.strip('Ġ')}\n" in text for text in held_out)]
 
 
-def test_every_pass_sees_each_window_once_and_no_two_passes_are_alike() -> None:
+def test_every_pass_sees_each_window_once_in_another_order() -> None:
     ids = np.arange(1000, dtype=np.uint16)
     windows = Windows(ids, 16, seed=5)
     passes = [windows.batch(number * windows.each_pass, windows.each_pass) for number in range(3)]

@@ -25,7 +25,7 @@ def files(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_what_is_held_out_is_decided_by_a_name_alone(tmp_path: Path) -> None:
+def test_a_texts_name_alone_decides_whether_it_is_held_out(tmp_path: Path) -> None:
     many = {text.name: text.held_out for text in texts(files(tmp_path / "many", 400), held_out=10)}
     few = {text.name: text.held_out for text in texts(files(tmp_path / "few", 100), held_out=10)}
     assert few == {name: many[name] for name in few}
@@ -44,7 +44,7 @@ def test_a_single_file_is_split_by_its_end_between_lines(tmp_path: Path) -> None
     assert len(held_out.content) == pytest.approx(0.05 * len(content), abs=10)
 
 
-def test_a_pattern_chooses_files_and_hidden_ones_are_left_out(tmp_path: Path) -> None:
+def test_a_pattern_selects_files_and_skips_hidden_ones(tmp_path: Path) -> None:
     files(tmp_path / "some", 2)
     for name in ("some/code.py", "some/.hidden.txt"):
         (tmp_path / name).write_text("x", encoding="utf-8")
@@ -85,7 +85,7 @@ def test_lines_of_json_are_texts_of_their_own(tmp_path: Path) -> None:
             list(texts(path))
 
 
-def test_the_digest_is_of_the_texts_and_their_places(tmp_path: Path) -> None:
+def test_the_digest_covers_the_texts_and_their_split(tmp_path: Path) -> None:
     folder = files(tmp_path / "some", 20)
     first = texts(folder).digest()
     assert texts(folder).digest() == first
@@ -94,7 +94,7 @@ def test_the_digest_is_of_the_texts_and_their_places(tmp_path: Path) -> None:
     assert texts(folder).digest() != first
 
 
-def test_the_standard_library_is_its_source_without_what_was_installed() -> None:
+def test_the_standard_library_is_read_without_installed_packages() -> None:
     found = {text.name: text for text in texts("stdlib")}
     assert not [name for name in found if "site-packages" in name or not name.endswith(".py")]
     assert isinstance(found["argparse.py"], TrainingText)

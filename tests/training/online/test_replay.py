@@ -14,7 +14,7 @@ def number(example: TrainingSample) -> int:
     return int(example.tokens[-1])
 
 
-def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> None:
+def test_new_samples_are_trained_on_more_and_old_samples_are_not_forgotten() -> None:
     replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(2000))
     drawn = [number(each) for _ in range(200) for each in replay.batch(4)]
@@ -25,7 +25,7 @@ def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> No
     assert min(drawn) < 200
 
 
-def test_what_is_held_back_is_new_and_is_never_trained_on() -> None:
+def test_held_back_samples_are_new_and_never_trained_on() -> None:
     replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(600))
     held = {number(each) for each in replay.held_back}
@@ -34,7 +34,7 @@ def test_what_is_held_back_is_new_and_is_never_trained_on() -> None:
     assert held.isdisjoint(number(each) for _ in range(500) for each in replay.batch(4))
 
 
-def test_each_example_is_trained_on_a_few_times_and_then_there_is_nothing_to_do() -> None:
+def test_each_sample_is_trained_on_a_few_times() -> None:
     replay = ReplayBuffer(np.random.default_rng(0))
     assert replay.batch(4) == []
     replay.add([example(1), example(2)], known=True)

@@ -28,8 +28,8 @@ from outrider.training.online import trainer
 from outrider.training.online.model import OnlineModel
 from outrider.training.online.replay import PASSES
 from outrider.training.online.trainer import OnlineTrainingConfig, Trainer
-from tests.disks import small_disk
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
+from tests.full_disk import small_disk
 from tests.store.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -106,7 +106,7 @@ def ran(*command: str | Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-async def test_what_agrees_more_is_published_with_a_card_as_drafters_can_load_it(
+async def test_a_model_with_better_agreement_is_published_with_a_loadable_card(
     rig: Rig, examples: list[TrainingSample]
 ) -> None:
     await rig.stream.add(examples)
@@ -124,7 +124,7 @@ async def test_what_agrees_more_is_published_with_a_card_as_drafters_can_load_it
     assert OnlineModel(folder).score(held).mean > OnlineModel(rig.course.model).score(held).mean + 0.02
 
 
-def test_what_is_judged_and_saved_is_the_average_over_steps(
+def test_the_average_over_steps_is_judged_and_saved(
     models: Path, examples: list[TrainingSample], tmp_path: Path
 ) -> None:
     follower, in_use = (OnlineModel(models / "drafter", rate=3e-3) for _ in range(2))
@@ -141,7 +141,7 @@ def test_what_is_judged_and_saved_is_the_average_over_steps(
     assert not torch.equal(stages[0]["lm_head.weight"], stages[1]["lm_head.weight"])
 
 
-async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(
+async def test_the_trainer_rests_without_new_samples_and_keeps_to_its_share(
     rig: Rig, examples: list[TrainingSample]
 ) -> None:
     rig.course = replace(rig.course, share=0.2, every=1000)
@@ -160,7 +160,7 @@ async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(
         assert trainer.seconds <= 0.2 * spent + 0.8 * longest  # the last work's rest may not have come yet
 
 
-async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_twice(
+async def test_a_killed_trainer_continues_from_the_version_in_use_and_learns_no_sample_twice(
     rig: Rig, examples: list[TrainingSample]
 ) -> None:
     await rig.stream.add(examples)
@@ -178,7 +178,7 @@ async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_tw
             await asyncio.sleep(0.01)
 
 
-async def test_a_full_disk_puts_versions_off_until_there_is_room(
+async def test_a_full_disk_delays_versions_until_space_is_free(
     rig: Rig, examples: list[TrainingSample], caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(rig.course.output, "8k") as disk:
@@ -194,7 +194,7 @@ async def test_a_full_disk_puts_versions_off_until_there_is_room(
         assert weights_digest(Path(version.folder)) == version.weights
 
 
-async def test_what_redis_has_lost_is_announced_again(
+async def test_versions_that_redis_lost_are_announced_again(
     models: Path, tmp_path: Path, examples: list[TrainingSample]
 ) -> None:
     folder = tmp_path / "redis"
@@ -214,7 +214,7 @@ async def test_what_redis_has_lost_is_announced_again(
                 assert trainer.number == published.usable[0].number
 
 
-async def test_of_a_doubted_version_new_texts_decide(rig: Rig, models: Path, examples: list[TrainingSample]) -> None:
+async def test_new_texts_decide_about_a_doubted_version(rig: Rig, models: Path, examples: list[TrainingSample]) -> None:
     make_tiny(rig.course.output / "wild", layers=1, width=32, astray=5.0)
     await rig.stream.add(examples)
     rig.course = replace(rig.course, every=10_000)
@@ -230,7 +230,7 @@ async def test_of_a_doubted_version_new_texts_decide(rig: Rig, models: Path, exa
             await asyncio.sleep(0.01)
 
 
-async def test_examples_of_another_vocabulary_are_left_out(rig: Rig, examples: list[TrainingSample]) -> None:
+async def test_samples_of_another_vocabulary_are_ignored(rig: Rig, examples: list[TrainingSample]) -> None:
     wrong = replace(examples[0], ids=np.full_like(examples[0].ids, VOCABULARY))
     await rig.stream.add([wrong] * 20)
     async with rig.training() as trainer:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from outrider.errors import CheckpointError
 from outrider.training.saving.atomic_save import recover, replaced
-from tests.disks import small_disk
+from tests.full_disk import small_disk
 
 
 def save(folder: Path, text: str) -> None:
@@ -23,7 +23,7 @@ def save(folder: Path, text: str) -> None:
         (new / "said").write_text(text)
 
 
-def test_a_folder_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+def test_a_saved_folder_replaces_the_last_one(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     save(folder, "first")
     (folder / "left").write_text("from before")
@@ -33,7 +33,7 @@ def test_a_folder_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["one"]
 
 
-def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     save(folder, "first")
     with pytest.raises(TypeError), replaced(folder) as new:

@@ -30,7 +30,7 @@ def drafts(network: Network, shape: HeadsConfig, ends: TargetEmbeddings) -> Spec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_along_a_text_are_what_would_be_drafted(kind: Kind) -> None:
+def test_guesses_along_a_text_equal_the_drafts_of_the_heads(kind: Kind) -> None:
     torch.manual_seed(3)
     shape = make_heads_config(kind, read_config(TARGET), depth=DEPTH)
     network, ends = make_network(shape), read_target_embeddings(TARGET, torch.float32)

@@ -50,7 +50,7 @@ def recipe(target: Path, output: Path, kind: Kind, /, **changes: Any) -> HeadsRe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_learn_and_draft_as_was_measured(kind: Kind, target: Path, tmp_path: Path) -> None:
+def test_trained_heads_draft_at_the_measured_acceptance(kind: Kind, target: Path, tmp_path: Path) -> None:
     settings = recipe(target, tmp_path / kind, kind)
     training = begin(settings)
     training.measure()
@@ -99,7 +99,7 @@ def drafted(heads: Path, target: Path, engine: CpuEngine, generated: TargetTexts
     return tokens / steps
 
 
-def test_a_training_of_heads_goes_on_where_it_stopped(target: Path, tmp_path: Path) -> None:
+def test_a_training_of_heads_resumes_where_it_stopped(target: Path, tmp_path: Path) -> None:
     once, twice = (recipe(target, tmp_path / name, "eagle-3", tokens=6 * 256) for name in ("once", "twice"))
     train(once)
     train(twice, steps=3)
@@ -108,14 +108,14 @@ def test_a_training_of_heads_goes_on_where_it_stopped(target: Path, tmp_path: Pa
     assert made[0] == made[1]
 
 
-def test_the_target_does_not_learn(target: Path, tmp_path: Path) -> None:
+def test_the_target_is_not_trained(target: Path, tmp_path: Path) -> None:
     training = train(recipe(target, tmp_path / "heads", "medusa", tokens=2 * 256))
     lessons: Any = training.task
     assert not any(parameter.requires_grad for parameter in lessons._target.parameters())
     assert len([*training.student.parameters()]) == 2 * DEPTH  # its blocks' alone
 
 
-def test_what_cannot_have_heads_is_refused(target: Path, tmp_path: Path) -> None:
+def test_targets_and_windows_that_cannot_have_heads_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too small for 9 tokens"):
         recipe(target, tmp_path / "heads", "mlp", depth=9, window=16)
     other = tmp_path / "other"

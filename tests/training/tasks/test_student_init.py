@@ -26,13 +26,13 @@ def student(settings: DrafterRecipe) -> Any:
     return make_student(settings, load(settings.target, "float32"), Vocabulary.read(settings.target))
 
 
-def test_all_layers_of_the_target_are_the_target(target: Path, tmp_path: Path) -> None:
+def test_a_student_with_all_layers_equals_the_target(target: Path, tmp_path: Path) -> None:
     made = student(recipe(target, tmp_path, layers=(0, 1, 2))).eval()
     with torch.no_grad():
         assert torch.equal(made(TEXT).logits, load(target, "float32").model(TEXT).logits)
 
 
-def test_some_layers_of_the_target_are_what_the_engine_makes_of_them(target: Path, tmp_path: Path) -> None:
+def test_a_student_with_some_layers_equals_the_engine_that_skips_the_others(target: Path, tmp_path: Path) -> None:
     made = student(recipe(target, tmp_path, layers=(0, 2))).eval()
     engine = CpuEngine.load(target, dtype="float32", skip=(1,), slots=1, threads=1)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_a_shape_is_random_by_its_seed_and_has_the_targets_tokens(target: Path, 
     assert not torch.equal(one, other)
 
 
-def test_a_checkpoint_goes_on_from_what_it_is(target: Path, tmp_path: Path) -> None:
+def test_a_student_that_starts_from_a_checkpoint_equals_it(target: Path, tmp_path: Path) -> None:
     made = student(recipe(target, tmp_path, layers=(), start=target)).eval()
     with torch.no_grad():
         assert torch.equal(made(TEXT).logits, load(target, "float32").model(TEXT).logits)
@@ -94,7 +94,7 @@ def small(folder: Path) -> Path:
         ({"text": ("nowhere.txt",)}, ConfigError, r"nowhere\.txt: no such file or folder"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_an_impossible_training_is_refused_at_once(
     target: Path, tmp_path: Path, changes: dict[str, Any], error: type[OutriderError], problem: str
 ) -> None:
     with pytest.raises(error, match=problem):
@@ -124,6 +124,6 @@ def test_weights_that_are_broken_or_have_other_tokens_are_refused(target: Path, 
         ({"on_policy": 0.5, "continuation": 32}, r"below the window \(32\)"),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(target: Path, changes: dict[str, Any], problem: str) -> None:
+def test_incompatible_settings_are_named(target: Path, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         recipe(target, Path("out"), **changes)

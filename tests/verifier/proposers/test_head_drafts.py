@@ -29,7 +29,7 @@ from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
-from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+from tests.e2e.tiny_models import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
 from tests.engine.taught import random_heads, target_with_heads, taught_heads
@@ -212,7 +212,7 @@ async def test_a_device_grows_the_levels_of_a_round(target: Path, plain: list[li
 
 
 @pytest.mark.parametrize("device", [False, True])
-async def test_two_ranks_with_heads_generate_what_one_generates(
+async def test_two_ranks_with_heads_generate_the_texts_of_one(
     device: bool, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     taught_heads("eagle", target, tmp_path, plain[0])
@@ -226,7 +226,7 @@ async def test_two_ranks_with_heads_generate_what_one_generates(
 
 
 @pytest.mark.parametrize(("kind", "loading"), [("medusa", on_cpu), ("eagle", on_cpu), ("eagle-3", on_device)])
-async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
+async def test_forks_turns_and_cancels_leave_other_texts_alone(
     kind: Kind, loading: Loading, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     """Warm slots are taken up where they end, or copied; a session that goes while it is drafted for is forgotten."""
@@ -253,9 +253,7 @@ async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
         assert cluster.speculator.begun > 20
 
 
-async def test_what_drafters_send_and_heads_draft_is_one_tree(
-    target: Path, plain: list[list[int]], tmp_path: Path
-) -> None:
+async def test_nodes_of_drafters_and_heads_form_one_tree(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
     """Heads draft below a drafter's nodes, and a token that both draft has both names."""
     taught_heads("eagle", target, tmp_path, plain[0])
     async with Cluster(target, tmp_path) as cluster:
@@ -286,7 +284,7 @@ async def test_a_rule_that_holds_p_against_q_is_not_drafted_for(target: Path, tm
     assert cluster.speculator.begun == 0
 
 
-async def test_what_heads_have_no_ids_for_is_generated_without_them(target: Path, tmp_path: Path) -> None:
+async def test_a_session_restricted_to_ids_beyond_the_heads_runs_without_them(target: Path, tmp_path: Path) -> None:
     """The target has more ids than its heads, and a request allows none but such."""
     random_heads("mlp", target, tmp_path / "heads", own_head=True)
     wider = pad_vocabulary(target, tmp_path / "wider", VOCABULARY + 8, loudness=1.0)
@@ -313,7 +311,7 @@ async def test_a_level_that_is_not_worth_its_time_is_not_drafted(target: Path, t
     assert cluster.speculator.expanded == 1  # to measure it
 
 
-async def test_without_speculation_nothing_is_drafted(target: Path, tmp_path: Path) -> None:
+async def test_heads_draft_nothing_without_speculation(target: Path, tmp_path: Path) -> None:
     random_heads("eagle", target, tmp_path)
     async with Cluster(target, tmp_path) as cluster:
         await commits_of(cluster.open(0, plan=OFF, temperature=0.0))

@@ -21,7 +21,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.conftest import EngineClass, OnTorch
 from verifier_svc.batch import StepBatch
 from verifier_svc.commit_queue import StepCommit
@@ -81,7 +81,7 @@ def test_a_session_alone_tries_its_window_and_the_step_counts_its_rows() -> None
     assert step.works[0].window_price > 0.0
 
 
-def test_of_several_sessions_one_has_its_window_on_trial() -> None:
+def test_one_of_several_sessions_has_its_window_on_trial() -> None:
     drafting = NgramProposers(ahead=True)
     assert sorted(windows_in(step_of([session_of(drafting, n) for n in range(4)], CHEAP))) == [0, 0, 0, ROWS]
 
@@ -100,7 +100,7 @@ def test_a_crowd_is_not_slowed() -> None:
 
 
 @pytest.mark.parametrize("most", [0, ROWS - 1, ROWS, 20])
-def test_nodes_and_windows_together_are_what_a_step_may_have(most: int) -> None:
+def test_nodes_and_windows_together_keep_to_the_steps_limit(most: int) -> None:
     drafting = NgramProposers(ahead=True)
     sessions = [session_of(drafting, number) for number in range(4)]
     for session in sessions:
@@ -110,7 +110,7 @@ def test_nodes_and_windows_together_are_what_a_step_may_have(most: int) -> None:
     assert step.tokens - len(sessions) <= most
 
 
-def test_no_session_looks_ahead_without_a_use_for_it() -> None:
+def test_no_session_looks_ahead_when_guesses_are_useless() -> None:
     drafting = NgramProposers(ahead=True)
     ending = session_of(drafting)
     ending.end = len(ending.tokens) + 1
@@ -124,7 +124,7 @@ def test_no_session_looks_ahead_without_a_use_for_it() -> None:
         assert (drafting.begin("", contract) is not None) == fits(contract)
 
 
-def test_the_window_s_rows_see_the_text_and_what_they_follow_and_no_node() -> None:
+def test_the_windows_rows_see_the_text_and_their_own_path_but_no_node() -> None:
     session = session_of(NgramProposers(ahead=True))
     (work,) = step_of([session], CHEAP).works
     assert work.nodes
@@ -140,7 +140,7 @@ def test_the_window_s_rows_see_the_text_and_what_they_follow_and_no_node() -> No
     assert not segment.mask[: 1 + count, 1 + count :].any()
 
 
-def test_what_a_drafter_proposed_too_was_not_the_window_s_doing() -> None:
+def test_a_token_that_a_drafter_proposed_too_is_not_credited_to_the_window() -> None:
     """The text never went from 1 to 5: that the guesses did is worth a token, unless a drafter proposed it too."""
     for beside, gain in ((False, 1.0), (True, 0.0)):
         session = session_of(NgramProposers(ahead=True))
@@ -159,7 +159,7 @@ def test_what_a_drafter_proposed_too_was_not_the_window_s_doing() -> None:
         assert own.trial_gate.gain == gain
 
 
-def test_own_drafts_are_made_anew_and_drafters_nodes_stay() -> None:
+def test_ngram_drafts_are_replaced_and_drafters_nodes_stay() -> None:
     session = session_of(NgramProposers(ahead=True))
     tree = session.tree
     assert tree.root.children[2].children[3].children  # 1 2 3 goes round
@@ -177,7 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("engine_class", [CpuEngine, OnTorch])
-async def test_with_a_window_in_every_step_the_text_is_the_target_s(folder: Path, engine_class: EngineClass) -> None:
+async def test_a_window_in_every_step_keeps_the_targets_text(folder: Path, engine_class: EngineClass) -> None:
     engine = engine_class.load(folder, dtype="float32", slots=4, threads=1)
     terms = [
         {"temperature": 0.0},

@@ -105,7 +105,7 @@ class Inbox:
         return not self._end.done()
 
 
-async def spoken(
+async def with_heartbeats(
     outgoing: asyncio.Queue[Any], heartbeat: Any, every_s: float, beats: Callable[[], bool]
 ) -> AsyncGenerator[Any, None]:
     """What is put into a queue, up to a None; heartbeats in between, and none before the first of it."""

@@ -1,4 +1,4 @@
-"""What can happen to a world, as rules that hypothesis puts in any order."""
+"""The state machine of a cluster: rules that Hypothesis runs in any order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.model.asking import Wish
 from tests.model.language import WORDS
+from tests.model.requests import ModelRequest
 from tests.model.world import DRAFTERS, ROUTERS, VERIFIERS, Kinds, World
 
 MOST_CLIENTS = 4
@@ -19,7 +19,7 @@ routers = st.integers(0, ROUTERS - 1)
 notices = st.sampled_from(("now", "later"))
 
 
-class Life(RuleBasedStateMachine):
+class ClusterMachine(RuleBasedStateMachine):
     """A world, and everything that clients and faults do to it. Ends with all faults over and everything settled."""
 
     kinds = Kinds()
@@ -28,7 +28,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(self.kinds, steady=self.steady)
-        self.wishes = 0
+        self.requests = 0
 
     def teardown(self) -> None:
         try:
@@ -56,17 +56,17 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.clients) < MOST_CLIENTS)
     @rule(words=st.integers(1, 4), stop=st.sampled_from(((), ("xé",))), router=routers)
     def ask(self, words: int, stop: tuple[str, ...], router: int) -> None:
-        self.wishes += 1
-        prompt = tuple(WORDS[(self.wishes + index) % len(WORDS)] for index in range(words))
-        self.world.ask(Wish(f"key {self.wishes}", prompt, stops=stop), router)
+        self.requests += 1
+        prompt = tuple(WORDS[(self.requests + index) % len(WORDS)] for index in range(words))
+        self.world.ask(ModelRequest(f"key {self.requests}", prompt, stops=stop), router)
 
     @precondition(lambda self: self.sessions() and len(self.world.clients) < MOST_CLIENTS)
     @rule(pick=seeds, words=st.integers(1, 3), most=st.integers(1, 8), router=routers)
     def take_a_turn(self, pick: int, words: int, most: int, router: int) -> None:
-        self.wishes += 1
+        self.requests += 1
         session, _ = self.pick(pick)
-        prompt = tuple(WORDS[(pick + self.wishes + index) % len(WORDS)] for index in range(words))
-        self.world.ask(Wish(f"key {self.wishes}", prompt, max_tokens=most, session=session), router)
+        prompt = tuple(WORDS[(pick + self.requests + index) % len(WORDS)] for index in range(words))
+        self.world.ask(ModelRequest(f"key {self.requests}", prompt, max_tokens=most, session=session), router)
 
     @precondition(lambda self: self.sessions() and len(self.world.clients) < MOST_CLIENTS)
     @rule(pick=seeds, router=routers)

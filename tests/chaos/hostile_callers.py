@@ -68,8 +68,8 @@ def table(findings: Sequence[Finding]) -> str:
     )
 
 
-class Pounding:
-    """All of it, against clusters of its own."""
+class HostileCallers:
+    """Callers that misbehave, against clusters of their own."""
 
     def __init__(self, report: Report, forward: Forward, seconds: float, refused: int = REFUSED) -> None:
         """`seconds`: how long others are measured beside each kind of client that does not read."""
@@ -211,7 +211,7 @@ class Pounding:
         outcomes: Counter[tuple[str, str]] = Counter()
         left = iter(range(self._refused))
 
-        async def pound() -> None:
+        async def press() -> None:
             for _ in left:
                 name, call = next(calls)
                 try:
@@ -220,7 +220,7 @@ class Pounding:
                 except grpc.aio.AioRpcError as error:
                     outcomes[name, error.code().name] += 1
 
-        await asyncio.gather(*(pound() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(press() for _ in range(AT_ONCE)))
         over = True
         await asyncio.gather(*tasks)
         finished = [text for texts in answers for text in texts]

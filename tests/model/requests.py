@@ -25,7 +25,7 @@ _TRY_AGAIN = ("", "Unavailable", "Overloaded", "Cancelled")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModelRequest:
     """What a client asks for."""
 
     key: str  # idempotency key
@@ -50,7 +50,7 @@ class Wish:
 class Client:
     """One reader of one generation."""
 
-    wish: Wish | None  # None: a client that only reads another client's generation
+    request: ModelRequest | None  # None: a client that only reads another client's generation
     dial: Dial
     session: str = ""
     generation: int = 0
@@ -78,7 +78,7 @@ class Client:
         return self.link is None and not self.reason and not self.error
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Where it stands: the next position and the characters before it."""
         return (self.prompt + len(self.tokens), len(self.text)) if self.tokens or self.text else (0, 0)
 
@@ -88,14 +88,14 @@ class Client:
         self.link, self.error = link, ""
         self.calls += 1
         if self.session:
-            position, offset = self.place
+            position, offset = self.position
             request = pb.ResumeRequest(
                 session_id=self.session, generation=self.generation, next_position=position, text_offset=offset
             )
             link.forth.put(request)
         else:
-            assert self.wish is not None
-            link.forth.put(self.wish.request())
+            assert self.request is not None
+            link.forth.put(self.request.request())
 
     def call_again(self) -> None:
         """Continues at the next router."""
