@@ -46,6 +46,11 @@ DrafterNames = Annotated[tuple[DrafterName, ...], Field(min_length=1)]
 Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
 
 
+REMOVED = {  # removed keys, with what to do instead
+    "pad_stream_s": "is no longer there; a proxy that buffers answers can hide their pace instead"
+}
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, and an unknown key is an error."""
 
@@ -334,7 +339,11 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
         lines = [
             ": ".join((source, *filter(None, [".".join(map(str, entry["loc"]))])))
             + ": "
-            + ("unknown key" if entry["type"] == "extra_forbidden" else entry["msg"].removeprefix("Value error, "))
+            + (
+                REMOVED.get(str(entry["loc"][-1]), "unknown key")
+                if entry["type"] == "extra_forbidden"
+                else entry["msg"].removeprefix("Value error, ")
+            )
             for entry in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None

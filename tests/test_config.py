@@ -127,6 +127,7 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         (GOOD.replace("[[verifier]]", "[[verifier]]\nthreds = 2"), r"verifier\.0\.threds: unknown key"),
+        (GOOD.replace("[router]", "[router]\npad_stream_s = 0.05"), r"router\.pad_stream_s: is no longer there"),
         (GOOD.replace("[router]", "[router]\nlisten = 'localhost'"), r"router\.listen: .*HOST:PORT"),
         (GOOD.replace("[router]", "[router]\nwidth = 0"), r"router\.width: .*greater than or equal to 1"),
         (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),

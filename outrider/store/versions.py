@@ -3,7 +3,8 @@
     outrider:{versions}:DRAFTER   hash: `version:N` -> it (JSON)
     outrider:{verdicts}:DRAFTER   hash: `doubted:N`, `cleared:N`, `withdrawn:N` -> why
 
-The verdicts are apart because drafters write them: a drafter's user in Redis cannot publish a version.
+The verdicts are apart because drafters write them: a drafter's user in Redis cannot publish a version. (Older versions
+of Outrider wrote them beside the versions, where they still count.)
 
 Version numbers only grow, and each field is written once, so no lock is needed: the version to use is the latest that
 was not withdrawn. A drafter may doubt its version when it agrees with the target less than the one before did. The
@@ -91,7 +92,7 @@ class Versions:
         with redis_errors(self._redis):
             versions: Any = await self._redis.hgetall(self._key)
             verdicts: Any = await self._redis.hgetall(self._verdicts)
-        found: dict[str, dict[int, str]] = {"doubted": {}, "cleared": {}, "withdrawn": {}}
+        found: dict[str, dict[int, Any]] = {"doubted": {}, "cleared": {}, "withdrawn": {}}
         skipped = set[bytes]()
         for name, blob in verdicts.items():
             if verdict := _VERDICT.fullmatch(name.decode(errors="replace")):
@@ -101,9 +102,13 @@ class Versions:
         if skipped - self._skipped:
             log.warning("skipped fields of %s that are no verdicts: %s", self._verdicts, reprlib.repr(skipped))
         self._skipped = skipped
-        with decoding(self._key):
-            published = [Version(**load_object(blob, "a version")) for blob in versions.values()]
-        return PublishedVersions({version.number: version for version in published}, **found)
+        found["version"] = {}
+        for name, blob in versions.items():
+            with decoding(self._key):
+                kind, _, number = name.decode().partition(":")
+                text = blob.decode(errors="replace")
+                found[kind][int(number)] = Version(**load_object(blob, "a version")) if kind == "version" else text
+        return PublishedVersions(found["version"], found["doubted"], found["cleared"], found["withdrawn"])
 
     async def publish(self, version: Version) -> bool:
         """Add a version. Return False if another one has that number."""

@@ -107,3 +107,11 @@ async def test_forged_verdicts_do_not_use_up_version_numbers(client: Redis) -> N
     assert (await versions.read()).usable == [following, ONE]
     assert await versions.withdraw(following.number, "worse")
     assert (await versions.read()).usable == [ONE]
+
+
+async def test_verdicts_of_an_older_version_beside_the_versions_still_count(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    await versions.publish(ONE)
+    await versions.publish(TWO)
+    await client.hset("outrider:{versions}:drafter", "withdrawn:2", "worse")
+    assert (await versions.read()).usable == [ONE]
