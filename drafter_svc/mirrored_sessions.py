@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drafter_svc.own_adapters import OwnAdapters
-from drafter_svc.relay import LowerTier, NoLowerTier, Relay
+from drafter_svc.relay import Relay
 from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
 from drafter_svc.sessions.mirror import Inbox
 from drafter_svc.sessions.sampled_session import SampledSession
@@ -31,6 +31,8 @@ from outrider.engine.interface.engine import Engine
 from outrider.engine.kv.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.kv.page_budget import PageBudget
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.upstream_server.drafter_sender import DrafterSender
+from outrider.upstream_server.servicer import UpstreamServicer
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         resync: Callable[[Attachment], None],
         forward_up: Callable[[Attachment, ScheduledSession, Sequence[Node], str, bytes], None],
         tree: str,
-        lower_tier: LowerTier | None,
+        lower_tier: UpstreamServicer | None,
         grammars: GrammarCompiler | None,
         adapters: OwnAdapters | None,
     ) -> None:
@@ -82,7 +84,8 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         self._changed = changed
         self._resync = resync
         self._forward_up = forward_up
-        self._lower_tier = lower_tier or NoLowerTier()
+        self._sender = DrafterSender()  # to the lower tier
+        self._lower_tier = lower_tier
         self._grammars = grammars
         self._adapters = adapters
         self._next_engine: Engine | None = None  # replaces the present engine before the next level
@@ -256,9 +259,10 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         if member.relay is not None:
             member.relay.restart(session)
             return
-        member.relay = Relay(key, session, self._lower_tier, partial(self._forward_up, key, member))
+        member.relay = Relay(key, session, self._sender, partial(self._forward_up, key, member))
         self.relays[key.session_id] = member.relay
-        self._lower_tier.subscribe_waiting(member.relay)
+        if self._lower_tier is not None:
+            self._lower_tier.subscribe_waiting(member.relay)
 
     def _apply(self, member: ScheduledSession, session: DrafterSession, message: MirrorUpdate | Hints) -> bool:
         """Apply a message. Return False when the mirror differs from the upstream's copy."""
@@ -282,6 +286,6 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         if session.tree.digest != update.digest:
             return False
         if relay is not None:
-            self._lower_tier.report_dropped(relay.owners(dropped))
+            self._sender.report_dropped(relay.owners(dropped))
             relay.publish(update.position, update.tokens, time.monotonic())
         return True

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from drafter_svc.mirrored_sessions import MirroredSessions, ScheduledSession
 from drafter_svc.own_adapters import OwnAdapters
-from drafter_svc.relay import LowerTier
 from drafter_svc.sessions.session import DrafterSession
 from drafter_svc.shared_fits import SharedFits
 from drafter_svc.upstreams.upstream import Attachment
@@ -31,6 +30,7 @@ from outrider.engine.interface.logits import Logits, logits_rows
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
+from outrider.upstream_server.servicer import UpstreamServicer
 
 GROWN_S = 0.002  # longest time, usually, for which a commit waits because levels run that the engine has grown
 READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds
@@ -73,11 +73,11 @@ class DraftScheduler:
         send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
         tree: str = "best-first",
-        lower_tier: LowerTier | None = None,
+        lower_tier: UpstreamServicer | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: OwnAdapters | None = None,
     ) -> None:
-        """`tree`: name of the construction; `lower_tier`: sends to it; `grammars`: of the model's vocabulary; None:
+        """`tree`: name of the construction; `lower_tier`: its drafters; `grammars`: of the model's vocabulary; None:
         grammars are not obeyed; `adapters`: of the model; None: it has none. Raises ConfigError for an unknown name.
         """
         self.progress = WorkClock()

@@ -95,7 +95,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         """Has a session follow a newer plan."""
         session.terms.plan = plan
         self._scheduler.learning.steering.apply(self._scheduler.sessions.values())
-        self._stream_servicer.refresh(session)
+        self._stream_servicer.sender.refresh(session)
         self._scheduler.wake()
 
     def attributes(self, session: VerifierSession) -> Attributes:

@@ -102,7 +102,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
 
     def commit(token: int) -> None:
         session.commit([Choice(token, 1.0, b"")], StepReport(), now=1e-9)
-        sink.publish(session, len(session.tokens) - 1, [token])
+        sink.sender.publish(session, len(session.tokens) - 1, [token])
         session.cached = len(session.tokens) - 1
 
     commit(7)
