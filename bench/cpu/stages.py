@@ -30,7 +30,7 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("verifier_svc/steps/step_learning.py", "learn_latest"): "learn",
         ("verifier_svc/router_stream.py", "run"): "send",
         ("verifier_svc/router_stream.py", "_read"): "receive",
-        ("outrider/upstream_server/servicer.py", "publish"): "publish",
+        ("outrider/upstream_server/drafter_sender.py", ""): "publish",
         ("outrider/upstream_server/servicer.py", ""): "drafters' streams",
     },
     "drafter": {

@@ -349,11 +349,11 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     for module in (
         "sessions.session_open",
         "sessions.commit_pump",
-        "sessions.generation",
+        "sessions.decode_attempts",
         "sessions.verifier_stream",
         "sessions.token_log",
         "api.servicer",
-        "reporting.usage_stats",
+        "counters.usage_stats",
     ):
         patch.setattr(f"router.{module}.time", clock)
     patch.setattr("router.sessions.session_open.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
