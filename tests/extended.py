@@ -97,6 +97,25 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/training/test_drafting.py",
     "tests/training/tasks/test_heads_task.py",
     "tests/verifier/proposers/test_head_drafts.py::test_two_ranks",
+    "tests/e2e/protocol/test_08_liveness.py::test_a_frozen_drafter_costs_only_speed",
+    "tests/e2e/test_adapters.py::test_a_verifier_that_is_killed",
+    "tests/e2e/test_adapters.py::test_tenants_may_not_load",
+    "tests/e2e/test_adapters.py::test_the_command_loads",
+    "tests/e2e/test_drafter_adapters.py::test_a_session_whose_adapter",
+    "tests/e2e/test_drafter_adapters.py::test_sessions_with_and_without",
+    "tests/e2e/test_prefixes.py",
+    "tests/engine/gpu/test_engine.py::test_all_row_counts",
+    "tests/engine/gpu/test_engine.py::test_weights_of_8_bits",
+    "tests/engine/gpu/test_tree_growth.py::test_a_tree_continues_from_rows",
+    "tests/engine/gpu/test_tree_growth.py::test_trees_beyond_the_maximum",
+    "tests/gateway/test_bodies.py::test_the_worst_bodies",
+    "tests/matrix/test_matrix.py::test_a_tenth_of_the_matrix",
+    "tests/router/test_not_reading.py::test_a_deadline_ends",
+    "tests/router/test_verifiers.py::test_a_request_that_stalls",
+    "tests/telemetry/test_lag.py::test_a_busy_machine",
+    "tests/telemetry/test_lag.py::test_a_thread_that_waits",
+    "tests/training/online/test_trainer.py::test_a_full_disk",
+    "tests/training/online/test_trainer.py::test_versions_that_redis_lost",
 )
 MAIN = (  # of these, what `make test` runs nevertheless
     "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",
@@ -122,6 +141,106 @@ MAIN = (  # of these, what `make test` runs nevertheless
     "tests/simulation/test_cluster.py::test_an_equal_seed_gives_equal_figures",
 )
 
+SWEPT = {  # tests with many parameters: `make test` runs those whose ids begin with one of these
+    "tests/core/acceptance/test_lossless.py::test_the_text_is_distributed_as_the_targets_under_every_filter": (
+        "recursive-rejection-penalties",
+        "traversal-verification-none",
+    ),
+    "tests/core/answers/test_formats.py::test_an_answer_that_must_be_calls_has_no_other_content": ("chosen0-names0-",),
+    "tests/e2e/test_adapters.py::test_greedy_text_is_that_of_peft": ("a",),
+    "tests/e2e/test_tools.py::test_forced_calls_follow_their_schema_and_are_equal_in_a_stream": ("any-1.0",),
+    "tests/engine/checkpoints/test_padding.py::test_padding_changes_no_logit": ("grouped", "qwen3"),
+    "tests/engine/checkpoints/test_padding.py::test_shapes_are_close_to_the_size_that_is_asked": ("50",),
+    "tests/engine/cpu/test_adapters.py::test_a_rows_bits_do_not_depend_on_the_adapters_of_other_rows": ("bfloat16-",),
+    "tests/engine/cpu/test_adapters.py::test_logits_with_an_adapter_equal_those_of_peft": ("grouped",),
+    "tests/engine/cpu/test_adapters.py::test_scales_and_ranks_of_each_module_are_those_of_peft": ("modules0-terms0",),
+    "tests/engine/cpu/test_engine.py::test_a_tied_head_is_the_embedding_bit_for_bit": ("bfloat16-bfloat16",),
+    "tests/engine/cpu/test_engine.py::test_every_instruction_set_gives_the_logits_of_transformers": ("grouped-",),
+    "tests/engine/cpu/test_engine.py::test_every_instruction_set_rounds_alike": ("bfloat16-",),
+    "tests/engine/cpu/test_engine.py::test_threads_do_not_change_a_bit": ("3-",),
+    "tests/engine/cpu/test_quantized.py::test_a_quantized_copys_logits_differ_within_the_quantization_error": (
+        "grouped-",
+    ),
+    "tests/engine/gpu/test_adapters.py::test_logits_are_those_of_merged_weights_for_every_shape": ("grouped",),
+    "tests/engine/gpu/test_adapters.py::test_texts_of_several_adapters_and_without_share_passes": ("0",),
+    "tests/engine/gpu/test_adapters.py::test_weights_of_fewer_bits_have_adapters_in_bfloat16": ("bfloat16",),
+    "tests/engine/gpu/test_eagle_drafts.py::"
+    "test_drafts_are_those_of_all_features_after_any_sequence_of_slot_operations": ("eagle-0", "eagle-3-0"),
+    "tests/engine/gpu/test_engine.py::test_a_long_prompt_chunk_and_a_tree_behind_it_share_a_pass": ("560-20-12",),
+    "tests/engine/gpu/test_engine.py::test_a_tree_grown_level_by_level_over_scattered_rows_equals_the_cpu_engine": (
+        "0",
+    ),
+    "tests/engine/gpu/test_engine.py::test_chosen_tokens_and_gaps_are_those_of_the_sampler": ("0.7",),
+    "tests/engine/gpu/test_engine.py::test_kv_after_many_commits_and_rollbacks_equals_the_cpu_engine": ("0",),
+    "tests/engine/gpu/test_engine.py::test_restricted_rows_beyond_one_choice_are_chosen_in_parts": ("terms0",),
+    "tests/engine/gpu/test_engine.py::test_sessions_of_very_different_lengths_share_a_pass": ("0",),
+    "tests/engine/gpu/test_engine.py::test_the_best_tokens_of_a_row_are_those_of_the_sampler": ("64-1.0",),
+    "tests/engine/gpu/test_engine.py::test_trees_behind_prompt_chunks_equal_the_cpu_engine_for_every_shape": (
+        "grouped",
+    ),
+    "tests/engine/gpu/test_int4.py::test_int4_products_are_close_for_any_number_of_rows_and_any_shape": (
+        "Case(rows=1,",
+        "Case(rows=65,",
+    ),
+    "tests/engine/gpu/test_low_rank.py::test_rows_with_several_adapters_and_without_share_a_pass": ("qkv-", "down-"),
+    "tests/engine/gpu/test_tree_growth.py::test_trees_grow_under_filters_and_a_bias": ("{'top_k': 3}",),
+    "tests/engine/gpu/test_triton_kernels.py::test_the_rotation_kernel_equals_torch_and_writes_kv": ("6-8-4-64-",),
+    "tests/engine/tensor_parallel/test_adapters.py::test_several_ranks_add_the_adapter_updates_of_one_rank": (
+        "six-heads-3",
+    ),
+    "tests/engine/tensor_parallel/test_socket_group.py::test_a_tokens_bits_do_not_depend_on_other_rows_of_the_pass": (
+        "biased-bfloat16-2",
+    ),
+    "tests/engine/tensor_parallel/test_socket_group.py::test_two_ranks_give_the_logits_of_one": ("biased",),
+    "tests/engine/test_forward.py::test_a_tree_equals_one_forward_for_each_path": (
+        "compiled-small-",
+        "compiled-target-0",
+    ),
+    "tests/engine/test_forward.py::test_logits_equal_those_of_transformers_for_every_shape": ("compiled-grouped",),
+    "tests/engine/test_forward.py::test_many_sessions_in_one_pass_equal_each_session_alone": (
+        "compiled-small-",
+        "compiled-target-0",
+    ),
+    "tests/engine/test_heads.py::test_heads_with_another_padding_draft_only_ids_that_both_models_have": ("eagle-3-",),
+    "tests/engine/test_heads.py::test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time": (
+        "medusa-on_cpu-False",
+        "eagle-3-on_cpu-False",
+        "eagle-3-on_device-True",
+    ),
+    "tests/engine/transformers/test_engine.py::test_a_prompt_in_chunks_equals_the_whole_prompt": ("gpt2",),
+    "tests/engine/transformers/test_engine.py::test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths": (
+        "gpt2",
+    ),
+    "tests/engine/transformers/test_engine.py::test_drafts_beyond_the_context_do_not_fail": ("gpt2",),
+    "tests/engine/transformers/test_engine.py::test_kv_after_commits_rollbacks_and_a_copy_equals_a_fresh_prefill": (
+        "gpt2",
+    ),
+    "tests/engine/transformers/test_engine.py::test_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path": (
+        "gpt2",
+        "gemma3",
+    ),
+    "tests/router/test_not_reading.py::test_a_generation_that_is_not_read_is_ended_within_a_second": ("cancel",),
+    "tests/router/test_not_reading.py::test_clients_with_a_tiny_window_hold_up_no_other": ("a byte",),
+    "tests/router/test_not_reading.py::test_other_clients_are_served_at_once_beside_clients_that_do_not_read": (
+        "ten times",
+    ),
+    "tests/verifier/test_preempted_features.py::test_features_of_a_preempted_session_are_kept_for_its_drafters": (
+        "eagle-3-",
+    ),
+    "tests/verifier/test_preempted_features.py::test_heads_draft_after_a_preemption": ("eagle-3",),
+    "tests/verifier/test_preempted_features.py::test_heads_have_the_features_of_shared_pages": (
+        "eagle-3-plan1-bounded",
+    ),
+}
+
+
+def is_extended(nodeid: str) -> bool:
+    """Return whether `make test` leaves a test out."""
+    if nodeid.startswith(EXTENDED) and nodeid not in MAIN:
+        return True
+    test, _, parameters = nodeid.partition("[")
+    return test in SWEPT and not parameters.startswith(SWEPT[test])
+
 
 class Extended:
     """Marks them, and does not even import files that have nothing to run."""
@@ -140,5 +259,5 @@ class Extended:
     def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
         """Marks the tests of the extended run, before `-m` selects."""
         for item in items:
-            if item.nodeid.startswith(EXTENDED) and item.nodeid not in MAIN:
+            if is_extended(item.nodeid):
                 item.add_marker("extended")

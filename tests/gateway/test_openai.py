@@ -114,52 +114,50 @@ async def test_outrider_options_travel_in_the_extra_body(harness: GatewayHarness
     assert (start.plan.depth, start.contract.top_k) == (0, 7)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "status", "param", "fragment"),
-    [
-        ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
-        ({"top_p": 0}, 400, "top_p", "greater than 0"),
-        ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
-        ({"prompt": ""}, 400, "prompt", "empty"),
-        ({"model": "gpt-4"}, 404, None, "not served here"),
-        ({"best_of": 5}, 400, "best_of", "same as n"),
-        ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
-        ({"echo": True}, 400, "echo", "False"),
-        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
-        ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
-        (
-            {"extra_body": {"outrider": {"gamma": 1}}},
-            400,
-            None,
-            "Unrecognized request argument supplied: outrider.gamma",
-        ),
-        ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
-        (
-            {"n": 2, "extra_body": {"outrider": {"session": "s"}}},
-            400,
-            "session",
-            "applies to a single answer, but the request is for 2",
-        ),
-        (
-            {"prompt": ["x", "y"], "extra_body": {"outrider": {"idempotency_key": "k"}}},
-            400,
-            "idempotency_key",
-            "applies to a single answer, but the request is for 2",
-        ),
-    ],
-)
+INVALID: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+    ({"top_p": 0}, 400, "top_p", "greater than 0"),
+    ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
+    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"model": "gpt-4"}, 404, None, "not served here"),
+    ({"best_of": 5}, 400, "best_of", "same as n"),
+    ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
+    ({"echo": True}, 400, "echo", "False"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
+    ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
+    (
+        {"extra_body": {"outrider": {"gamma": 1}}},
+        400,
+        None,
+        "Unrecognized request argument supplied: outrider.gamma",
+    ),
+    ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
+    (
+        {"n": 2, "extra_body": {"outrider": {"session": "s"}}},
+        400,
+        "session",
+        "applies to a single answer, but the request is for 2",
+    ),
+    (
+        {"prompt": ["x", "y"], "extra_body": {"outrider": {"idempotency_key": "k"}}},
+        400,
+        "idempotency_key",
+        "applies to a single answer, but the request is for 2",
+    ),
+]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_invalid_request_is_refused_with_an_openai_error(
-    harness: GatewayHarness, wrong: dict[str, Any], status: int, param: str | None, fragment: str, stream: bool
-) -> None:
-    asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
-    with pytest.raises(openai.APIStatusError) as refused:
-        await harness.client.completions.create(**asked)
-    error = refused.value
-    assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
-    assert fragment in error.message
+async def test_an_invalid_request_is_refused_with_an_openai_error(harness: GatewayHarness, stream: bool) -> None:
+    for wrong, status, param, fragment in INVALID:
+        asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
+        with pytest.raises(openai.APIStatusError) as refused:
+            await harness.client.completions.create(**asked)
+        error = refused.value
+        assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error"), wrong
+        assert fragment in error.message
     assert harness.verifier.starts == []
 
 
@@ -250,35 +248,33 @@ async def test_requests_are_counted(harness: GatewayHarness) -> None:
     assert harness.metrics.requests == {("/v1/completions", "200"): 1, ("other", "404"): 2}
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind", "text"),
-    [
-        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}},
-                }
-            },
-            "json_schema",
-            '{"type": "integer"}',
-        ),
-        ({"extra_body": {"guided_json": '{"type": "integer"}'}}, "json_schema", '{"type": "integer"}'),
-        ({"extra_body": {"guided_json": {"type": "integer"}}}, "json_schema", '{"type": "integer"}'),
-        ({"extra_body": {"guided_regex": "[0-9]"}}, "regex", "[0-9]"),
-        ({"extra_body": {"guided_choice": ["a", "b"]}}, "choices", '["a", "b"]'),
-        ({"extra_body": {"guided_grammar": 'start: "a"'}}, "lark", 'start: "a"'),
-    ],
-    ids=str,
-)
-async def test_the_form_of_an_answer_reaches_the_verifier(
-    chat_harness: GatewayHarness, asked: dict[str, Any], kind: str, text: str
-) -> None:
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}},
+            }
+        },
+        "json_schema",
+        '{"type": "integer"}',
+    ),
+    ({"extra_body": {"guided_json": '{"type": "integer"}'}}, "json_schema", '{"type": "integer"}'),
+    ({"extra_body": {"guided_json": {"type": "integer"}}}, "json_schema", '{"type": "integer"}'),
+    ({"extra_body": {"guided_regex": "[0-9]"}}, "regex", "[0-9]"),
+    ({"extra_body": {"guided_choice": ["a", "b"]}}, "choices", '["a", "b"]'),
+    ({"extra_body": {"guided_grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+]
+
+
+async def test_the_form_of_an_answer_reaches_the_verifier(chat_harness: GatewayHarness) -> None:
     messages: list[Any] = [{"role": "user", "content": "x"}]
-    await chat_harness.client.chat.completions.create(model="target", messages=messages, max_tokens=1, **asked)
-    grammar = chat_harness.verifier.starts[0].contract.grammar
-    assert (grammar.kind, grammar.text) == (kind, text)
+    for asked, kind, text in FORMS:
+        await chat_harness.client.chat.completions.create(model="target", messages=messages, max_tokens=1, **asked)
+        grammar = chat_harness.verifier.starts[-1].contract.grammar
+        assert (grammar.kind, grammar.text) == (kind, text)
+    assert len(chat_harness.verifier.starts) == len(FORMS)
 
 
 async def test_a_chat_is_rendered_by_the_models_own_template(chat_harness: GatewayHarness) -> None:
@@ -321,32 +317,31 @@ async def test_a_returned_answer_continues_the_conversation_and_fills_the_contex
     assert list(start.tokens) == MODEL.tokenizer.encode(conversation, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize(
-    ("wrong", "fragment"),
-    [
-        (
-            {"functions": [{"name": "f"}]},
-            "Unsupported parameter: 'functions' is not served here",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),
-        ({"extra_body": {"guided_json": "{"}}, "is no JSON"),
-        ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "does not go with"),
-        ({"extra_body": {"guided_regex": "("}}, "grammar"),
-        ({"extra_body": {"guided_regex": "a", "outrider": {"ignore_eos": True}}}, "ignore_eos"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
-        ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
-    ],
-)
-async def test_a_feature_that_a_text_model_lacks_is_refused_by_name(
-    harness: GatewayHarness, wrong: dict[str, Any], fragment: str
-) -> None:
-    asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
-    with pytest.raises(openai.BadRequestError) as refused:
-        await harness.client.chat.completions.create(**asked)
-    assert fragment in refused.value.message
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"functions": [{"name": "f"}]},
+        "Unsupported parameter: 'functions' is not served here",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),
+    ({"extra_body": {"guided_json": "{"}}, "is no JSON"),
+    ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "does not go with"),
+    ({"extra_body": {"guided_regex": "("}}, "grammar"),
+    ({"extra_body": {"guided_regex": "a", "outrider": {"ignore_eos": True}}}, "ignore_eos"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
+    ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
+]
+
+
+async def test_a_feature_that_a_text_model_lacks_is_refused_by_name(harness: GatewayHarness) -> None:
+    for wrong, fragment in UNSUPPORTED:
+        asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await harness.client.chat.completions.create(**asked)
+        assert fragment in refused.value.message
+    assert harness.verifier.starts == []
 
 
 async def test_reasoning_is_returned_apart_from_the_content(redis_url: str, tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ async def scripted_router(redis_url: str, **verifying: Any) -> AsyncIterator[Rig
     """A router that serves at once; its verifier, a FakeVerifier with these options, commits SCRIPT over and over."""
     verifier = FakeVerifier(SCRIPT, **verifying)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        await asyncio.sleep(0.5)  # until the router has looked
+        while not (await rig.stub.ListModels(pb.ListModelsRequest())).models:
+            await asyncio.sleep(0.01)
         yield rig
 
 
