@@ -161,7 +161,7 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         if not self.budget.bounded:
             return True
         self._executor.run_queued()
-        grown = MOST_LEVELS * LEVEL_ROWS if self._executor.engine.grows else 0
+        grown = MOST_LEVELS * LEVEL_ROWS if self._executor.engine.grows_trees else 0
         end = max(segment.prefix + segment.span + grown, len(session.tokens))
         return self.budget.reserve(session.slot, session.cached, end, self._preemptions(behind))
 

@@ -216,7 +216,7 @@ class DraftScheduler:
         began = time.monotonic()
         self.progress.begin()
         grown = _Grown([], {})
-        growths, levels = self._growths(parts, draws) if self._executor.engine.grows else ((), 0)
+        growths, levels = self._growths(parts, draws) if self._executor.engine.grows_trees else ((), 0)
         if levels:
             logits, found = await self._executor.grow(segments, draws, growths, levels, prepare)
             growing = [part.key for part, growth in zip(parts, growths, strict=True) if growth is not None]

@@ -70,9 +70,9 @@ class SessionWork:
         """Return how an engine draws the session's tokens; None where it cannot, or another rule than shared noise
         decides."""
         session = self.session
-        if not (engine.samples and self.chooses and session.contract.rule == SHARED_NOISE):
+        if not (engine.samples_tokens and self.chooses and session.contract.rule == SHARED_NOISE):
             return None
-        return session.sampler.draw(restricts=engine.restricts, penalizes=engine.restricts)
+        return session.sampler.draw(restricts=engine.restricts_tokens, penalizes=engine.restricts_tokens)
 
     def segment(self) -> Segment:
         """Return the rows of the packed pass: the pending tokens as a chain, then nodes and window with their

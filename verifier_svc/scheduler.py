@@ -125,7 +125,7 @@ class StepScheduler:
         await self._feature_fuser.store(step, walks, self._executor)
         commits = self._commit(step, walks)
         self.learning.on_commits(step, commits)
-        if not self._engine.apart:  # else commits are sent, and learned from, while the next pass runs
+        if not self._engine.frees_host:  # else commits are sent, and learned from, while the next pass runs
             await asyncio.sleep(0)  # the commits are sent before anything is learned, drafted or chosen
             self.learning.learn_latest(self.sessions.values())
         await self._head_proposer.draft(step, self._executor)
@@ -144,7 +144,7 @@ class StepScheduler:
         self.progress.begin()
         self.sessions.in_pass = step.sessions
         meanwhile = partial(self._meanwhile, step, draws)
-        if self._engine.runs_on and all(work.goes_on for work in step.works):
+        if self._engine.begins_next_pass and all(work.goes_on for work in step.works):
             logits, slots = await self._executor.run_on(segments, draws, self._following(step), meanwhile)
             if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
                 self.choice.begun = StepBatch(going_on, step.price, step.rate)

@@ -50,7 +50,7 @@ class ScriptedEngine(Engine):
                 weight_bytes=0,
                 kv_bytes=0,
                 unpadded_vocabulary=config.unpadded_vocabulary,
-                samples=True,
+                samples_tokens=True,
                 computed_by="a script",
             )
         )

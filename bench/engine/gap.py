@@ -66,10 +66,10 @@ class Clock(Engine):
                 eos_ids=(),
                 weight_bytes=1,
                 kv_bytes=1,
-                samples=True,
-                restricts=True,
-                apart=True,
-                runs_on=runs_on,
+                samples_tokens=True,
+                restricts_tokens=True,
+                frees_host=True,
+                begins_next_pass=runs_on,
             )
         )
         self._pass_s = pass_s

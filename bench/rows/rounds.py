@@ -99,7 +99,7 @@ class RoundRunner:
         if self._drafter is not None and self._growth is not None:
             self._draft(self._drafter, self._growth, texts)
         segments, draws = [_verification(text) for text in texts], [text.draw for text in texts]
-        if self._drafter is None and self._target.runs_on:
+        if self._drafter is None and self._target.begins_next_pass:
             output, _ = self._target.run_on(segments, draws, FollowingPass(lambda: True, [()] * len(texts)))
         else:
             output = self._target.sample(segments, draws)
@@ -111,7 +111,7 @@ class RoundRunner:
 
     def _draft(self, drafter: DeviceEngine, growth: RoundGrowth, texts: Sequence[RoundText]) -> None:
         """Grow a tree for each text and prune it to the nodes to verify."""
-        if drafter.grows and growth.depth > 1 and len(texts) <= MOST_TREES:
+        if drafter.grows_trees and growth.depth > 1 and len(texts) <= MOST_TREES:
             _grow_on_device(drafter, growth, texts)
         else:
             self._grow_by_levels(drafter, growth, texts)

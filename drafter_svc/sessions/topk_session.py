@@ -63,7 +63,7 @@ class TopKSession(DrafterSession):
 
     def draw(self, engine: Traits) -> Draw | None:
         """Return the target's own draw, where its noise is shared and the engine can take it."""
-        return self.sampler.draw(restricts=engine.restricts) if self._shared and engine.samples else None
+        return self.sampler.draw(restricts=engine.restricts_tokens) if self._shared and engine.samples_tokens else None
 
     @property
     def behind(self) -> bool:

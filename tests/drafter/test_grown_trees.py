@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, *, grows: bool = True) -> Counted:
     engine = Counted.load(folder, device=DEVICE, dtype="float32", slots=2)
-    engine.grows = grows
+    engine.grows_trees = grows
     return engine  # type: ignore[return-value]
 
 

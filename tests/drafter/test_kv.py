@@ -41,8 +41,8 @@ class Engine(SimpleNamespace):
             rows=300,
             unpadded_vocabulary=VOCABULARY,
             fed_width=0,
-            samples=False,
-            grows=False,
+            samples_tokens=False,
+            grows_trees=False,
             heartbeat_s=None,
         )
         self.passes = 0

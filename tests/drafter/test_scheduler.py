@@ -39,8 +39,8 @@ class Engine(SimpleNamespace):
             rows=LONG + 1000,
             unpadded_vocabulary=VOCABULARY,
             fed_width=0,
-            samples=False,
-            grows=False,
+            samples_tokens=False,
+            grows_trees=False,
             heartbeat_s=None,
             following=set(),
         )

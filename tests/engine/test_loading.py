@@ -96,7 +96,13 @@ def test_torch_quantizes_nothing_on_a_cpu(dtype: str, tmp_path: Path, monkeypatc
 def test_the_host_chooses_tokens_where_torch_serves_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
     engine = load(make_checkpoint(tmp_path), dtype="bfloat16", kv_memory=1 << 30)
-    assert (engine.samples, engine.restricts, engine.grows, engine.runs_on, engine.apart) == (False,) * 5
+    assert (
+        engine.samples_tokens,
+        engine.restricts_tokens,
+        engine.grows_trees,
+        engine.begins_next_pass,
+        engine.frees_host,
+    ) == (False,) * 5
 
 
 def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:

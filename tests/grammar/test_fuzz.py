@@ -91,8 +91,7 @@ def tried(compiler: GrammarCompiler, seed: int) -> str:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(100, id="100"),
-        pytest.param(500, id="500", marks=pytest.mark.extended),
+        pytest.param(500, id="500"),
         pytest.param(100_000, id="100000", marks=[pytest.mark.long, pytest.mark.timeout(4 * 3600)]),
     ],
 )

@@ -61,7 +61,7 @@ class Rig:
 
     def __init__(self, folder: Path, *, runs_on: bool, ngram: bool = False, slots: int = 8) -> None:
         self.engine = Counted.load(folder, device=DEVICE, dtype="float32", slots=slots)
-        self.engine.runs_on, self.engine.calls = runs_on, []  # type: ignore[attr-defined]
+        self.engine.begins_next_pass, self.engine.calls = runs_on, []  # type: ignore[attr-defined]
         cost = CostModel([(1, 0.010), (64, 0.011)])
         proposers = NgramProposers(Lookups("suffix", None)) if ngram else None
         self.loop = StepScheduler(
@@ -177,7 +177,7 @@ async def test_each_step_is_learned_from_once_including_the_last_before_a_rest(
     learned: list[float] = []  # seconds of the pass
     rig = Rig(folder, runs_on=True)
     monkeypatch.setattr(rig.loop.learning.metrics, "record_pass", lambda rows, seconds, waited: learned.append(seconds))
-    rig.engine.apart = apart
+    rig.engine.frees_host = apart
     for number in range(2):
         session = rig.open(number, temperature=0.0, max_tokens=20)
         await rig.until(lambda session=session: session.finished)  # type: ignore[misc]

@@ -129,7 +129,7 @@ def test_noise_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(noise, "gumbel_row", counted)
     contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
-    engine = cast(Traits, SimpleNamespace(samples=True, restricts=False))
+    engine = cast(Traits, SimpleNamespace(samples_tokens=True, restricts_tokens=False))
     for compiled in (True, False):
         if not compiled:
             monkeypatch.setattr(sampler, "compiled_sampler", lambda *_: None)

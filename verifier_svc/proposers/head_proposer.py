@@ -160,13 +160,13 @@ class SpeculatorProposer(HeadProposer):
 
     def _root(self, member: _RoundSession, *, grows: bool) -> HeadRoot:
         session, heads = member
-        draw = heads.draw(restricts=True) if self._speculator.grows else None
+        draw = heads.draw(restricts=True) if self._speculator.grows_trees else None
         growth = heads.growth() if grows and draw is not None else None
         return HeadRoot(session.kv_slot.slot, session.tokens, draw, growth)
 
     def _grown_levels(self, members: Sequence[_RoundSession], rate: float) -> int:
         """Return how many levels below the roots are to grow at once: those that are worth their time."""
-        levels, most = 0, MOST_LEVELS if self._speculator.grows else 0
+        levels, most = 0, MOST_LEVELS if self._speculator.grows_trees else 0
         cost = self._grown_s.mean * rate
         while levels < most and sum(heads.expected_gain(levels + 1) for _, heads in members) > cost:
             levels += 1

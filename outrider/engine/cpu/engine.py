@@ -88,7 +88,7 @@ class CpuEngine(Engine):
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
                 adapter_bytes=most_bytes(complete),
-                samples=True,
+                samples_tokens=True,
                 computed_by=f"compiled kernels ({sizes['instructions']})",
             )
         )

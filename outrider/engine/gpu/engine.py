@@ -152,11 +152,11 @@ class DeviceEngine(Engine):
                 weight_bytes=weights.bytes_of_a_pass,
                 kv_bytes=self._cache.nbytes,
                 kv_tokens=pages * PAGE_ROWS if self._bounded else 0,
-                samples=True,
-                restricts=True,
-                apart=device.type == "cuda",
-                grows=group.shard.of == 1,  # only rank 0 has the logits
-                runs_on=group.shard.of == 1 and features is None,
+                samples_tokens=True,
+                restricts_tokens=True,
+                frees_host=device.type == "cuda",
+                grows_trees=group.shard.of == 1,  # only rank 0 has the logits
+                begins_next_pass=group.shard.of == 1 and features is None,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
                 adapter_bytes=0 if adapters is None else most_bytes(adapters.config),
@@ -415,7 +415,7 @@ class DeviceEngine(Engine):
                     self._layers_for(count, adapted)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
                     self._choice.record(count, min(candidates, self.vocabulary))
-            for count in reversed(LEVELS) if self.grows else ():
+            for count in reversed(LEVELS) if self.grows_trees else ():
                 self._growth.choose(self._layers_for(count, adapted=False).plan)
             if self.speculator is not None:
                 self.speculator.record()

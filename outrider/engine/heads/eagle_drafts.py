@@ -31,7 +31,7 @@ class EagleDrafts:
     true features. What it has read stays read when the target reads the text again.
     """
 
-    all_levels_at_once = grows = False
+    all_levels_at_once = grows_trees = False
 
     def __init__(
         self, network: Eagle | Eagle3, shape: HeadsConfig, embeddings: TargetEmbeddings, *, slots: int, context: int

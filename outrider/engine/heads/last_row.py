@@ -20,7 +20,7 @@ from outrider.engine.interface.logits import HostLogits, LogitsRow, logits_rows
 class _LastRowDrafts:
     """Base of speculators that draft from the features of the last committed row alone."""
 
-    grows = False
+    grows_trees = False
 
     def __init__(self, embeddings: TargetEmbeddings) -> None:
         self._embeddings = embeddings

@@ -32,7 +32,7 @@ class HeadRoot(NamedTuple):
 
     slot: int
     tokens: Sequence[int]  # committed; the speculator has the features of all but the last one
-    draw: Draw | None = None  # how candidates are drawn, for a speculator that `grows`; None: it returns logits
+    draw: Draw | None = None  # how candidates are drawn, for a speculator that `grows_trees`; None: it returns logits
     growth: Growth | None = None  # of levels below the root, whose base is the text; None: it does not grow
 
 
@@ -53,7 +53,7 @@ class Speculator(Protocol):
 
     depth: int  # maximum of levels
     all_levels_at_once: bool  # whether `begin` computes all levels, so that `expand` only looks them up
-    grows: bool  # whether `begin` can grow levels by itself, and chooses candidates where it is given a draw
+    grows_trees: bool  # whether `begin` can grow levels by itself, and chooses candidates where it is given a draw
     unpadded_vocabulary: int  # the heads draft only ids below this one
 
     def open_slot(self, slot: int, source: int | None, rows: int) -> None:

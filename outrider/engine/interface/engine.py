@@ -55,11 +55,13 @@ class Traits:
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # number of ranks that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
-    samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
-    restricts: bool = False  # whether `sample` also applies filters; penalties only where two candidates are returned
-    grows: bool = False  # whether `grow` runs several levels of trees in one call
-    apart: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
-    runs_on: bool = False  # whether `run_on` begins the pass that follows
+    samples_tokens: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
+    restricts_tokens: bool = (
+        False  # whether `sample` also applies filters; penalties only where two candidates are returned
+    )
+    grows_trees: bool = False  # whether `grow` runs several levels of trees in one call
+    frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
+    begins_next_pass: bool = False  # whether `run_on` begins the pass that follows
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # the features that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
@@ -102,7 +104,7 @@ class Engine(Traits, ABC):
         """
 
     def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        """Run one pass as `forward` does; an engine that `samples` also chooses tokens.
+        """Run one pass as `forward` does; an engine that `samples_tokens` also chooses tokens.
 
         `draws`: for each segment how its tokens are drawn; None: the engine chooses none for it.
         `best`: how many leading tokens of each row are returned; 0: only the tokens of those rows that the chosen
@@ -117,7 +119,7 @@ class Engine(Traits, ABC):
 
         Return the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
         that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
-        a change of one of the slots those of this slot. Only for an engine that `runs_on`.
+        a change of one of the slots those of this slot. Only for an engine that `begins_next_pass`.
         """
         raise NotImplementedError
 
@@ -128,7 +130,7 @@ class Engine(Traits, ABC):
 
         `growths`: of each segment, None where it has no tree or does not grow. Return the logits of the pass, and the
         levels, of those segments that grow; none where the engine cannot grow them all at once. Only for an engine that
-        `grows`. Raises ValueError for levels that do not fit the slot.
+        `grows_trees`. Raises ValueError for levels that do not fit the slot.
         """
         raise NotImplementedError
 

@@ -149,7 +149,7 @@ class Leader(Engine):
             raise
 
     def _try(self, segment: Segment) -> None:
-        if self.samples:
+        if self.samples_tokens:
             self.sample([segment], [Draw(0, 0.0)])
         else:
             self.forward([segment])

@@ -113,7 +113,7 @@ def test_draws_are_the_samplers(seed: int, temperature: float, position: int, be
     contract = Contract(seed=seed, max_tokens=100, temperature=temperature)
     text = np.random.default_rng(seed % 2**32).integers(0, engine.vocabulary, position + 3)
     sampler = Sampler(contract, engine.vocabulary, text.tolist(), 1, compiled=False)
-    logits = engine.sample([prompt(0, text, wanted=1)], [sampler.draw(restricts=engine.restricts)], best)
+    logits = engine.sample([prompt(0, text, wanted=1)], [sampler.draw(restricts=engine.restricts_tokens)], best)
     row = logits.row(0).copy()
     expected, choice = sampler.choose(row), logits.choice(0)
     assert choice is not None

@@ -36,4 +36,4 @@ def test_device_features_equal_those_of_the_cpu_engine(features: Features) -> No
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
     tapes.check_that_the_host_reads_nothing()
-    assert not device.runs_on  # what follows would overwrite them
+    assert not device.begins_next_pass  # what follows would overwrite them

@@ -123,7 +123,7 @@ def test_rank_0_chooses_from_all_tokens(temperature: float) -> None:
     text = np.random.default_rng(6).integers(0, 4096, 30)
     with leading(MODELS / "drafter", 2) as engine:
         sampler = Sampler(contract, engine.vocabulary, text.tolist(), 1, compiled=False)
-        logits = engine.sample([prompt(0, text, wanted=1)], [sampler.draw(restricts=engine.restricts)])
+        logits = engine.sample([prompt(0, text, wanted=1)], [sampler.draw(restricts=engine.restricts_tokens)])
         choice, expected = logits.choice(0), sampler.choose(logits.row(0).copy())
     assert choice is not None
     assert choice.token == expected.token

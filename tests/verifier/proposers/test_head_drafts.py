@@ -67,7 +67,7 @@ class Watched:
         self.roots: list[tuple[list[int], FloatRows]] = []
         self.threads: set[threading.Thread] = set()
         self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
-        self.all_levels_at_once, self.grows = speculator.all_levels_at_once, speculator.grows
+        self.all_levels_at_once, self.grows_trees = speculator.all_levels_at_once, speculator.grows_trees
         self._speculator = speculator
 
     def open_slot(self, *arguments: Any) -> None:

@@ -60,7 +60,7 @@ class DeviceEagle(DeviceEngine):
             states=self.states,
             make_layers=partial(EagleLayers, model.network, self.states),
         )
-        self.runs_on = False
+        self.begins_next_pass = False
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         raise NotImplementedError

@@ -71,7 +71,7 @@ class DeviceEagleDrafts:
     """
 
     all_levels_at_once = False
-    grows = True
+    grows_trees = True
 
     def __init__(self, target: DeviceEngine) -> None:
         """`target`: that was loaded with heads. From now on they follow its slots."""
