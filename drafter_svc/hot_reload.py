@@ -57,7 +57,7 @@ class HotReload:
         self._refused: dict[Version, float] = {}  # with the time until which each is refused
         self._current = AgreementCounts()  # of the version in use
         self._previous = AgreementCounts()  # of the previous version
-        self._last_counts = scheduler.agreement()
+        self._last_counts = scheduler.fits.agreement()
         self._next_comparison = FIRST_COMPARISON
         self._doubted: dict[int, float] = {}  # versions, and since when their doubt is known
         register_metric("outrider.version", lambda: self.number)
@@ -82,7 +82,7 @@ class HotReload:
             await self._follow(published)
 
     def _count(self) -> None:
-        counts = self._scheduler.agreement()
+        counts = self._scheduler.fits.agreement()
         for bucket, (agreed, compared) in counts.items():
             last_agreed, last_compared = self._last_counts.get(bucket, (0, 0))
             if compared > last_compared:
@@ -128,7 +128,7 @@ class HotReload:
         engine = await asyncio.to_thread(run_in_short_lived_thread, load)
         self._count()
         back, previous = number < self.number, self.number
-        self._scheduler.replace_engine(engine)
+        self._scheduler.members.replace_engine(engine)
         self.number = number
         self.swaps += 1
         self.rollbacks += back

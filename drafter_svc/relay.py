@@ -11,9 +11,8 @@ Sources: Spector and Re, staged speculation (arXiv 2308.04623); CS-Drafting's ve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Protocol
 
 from drafter_svc.sessions.mirror import OWN
 from drafter_svc.sessions.session import DrafterSession
@@ -22,45 +21,8 @@ from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
+from outrider.upstream_server.drafter_sender import DrafterSender
 from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
-
-
-class LowerTier(Protocol):
-    """Sends to the lower tier."""
-
-    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Send new tokens from `position` on, or new terms."""
-
-    def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Send a snapshot to all drafters of a session."""
-
-    def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Send the scores of this drafter's model."""
-
-    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Report nodes that were dropped from the tree although the target may still choose them."""
-
-    def subscribe_waiting(self, session: UpstreamSession) -> None:
-        """Subscribe the drafters that were waiting for this session."""
-
-
-class NoLowerTier:
-    """The null object: this drafter serves no lower tier."""
-
-    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Do nothing."""
-
-    def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Do nothing."""
-
-    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Do nothing."""
-
-    def subscribe_waiting(self, session: UpstreamSession) -> None:
-        """Do nothing."""
 
 
 class RelayedTerms:
@@ -79,7 +41,7 @@ class RelayedTerms:
 
 
 class Relay(UpstreamSession):
-    """One session. `forward` sends the lower tier's nodes up."""
+    """One session. `sender` sends to the lower tier, and `forward` sends the lower tier's nodes up."""
 
     terms: RelayedTerms
 
@@ -87,14 +49,14 @@ class Relay(UpstreamSession):
         self,
         key: Attachment,
         session: DrafterSession,
-        lower_tier: LowerTier,
+        sender: DrafterSender,
         forward: Callable[[Sequence[Node], str, bytes], None],
     ) -> None:
         super().__init__(session.contract, OWN)
         self.id, self.tenant, self.epoch = key.session_id, key.tenant, key.epoch
         self.answer_position = session.answer_position
         self.changed = False  # whether the lower tier has sent something since the last level
-        self._lower_tier = lower_tier
+        self._sender = sender
         self._forward = forward
         self._last_sent = 0.0  # when the lower tier was last sent tokens or hints
         self._adopt(session)
@@ -105,7 +67,7 @@ class Relay(UpstreamSession):
         self._adopt(session)
         for subscription in self.subscriptions.values():
             self.tree.ids.of(subscription.sender).resume(before.ids.of(subscription.sender).last_id)
-        self._lower_tier.resend_snapshots(self)
+        self._sender.resend_snapshots(self)
 
     def _adopt(self, session: DrafterSession) -> None:
         self._session = session
@@ -136,7 +98,7 @@ class Relay(UpstreamSession):
     ) -> None:
         """Send new nodes up at once; remove those for which the upstream gives no credit."""
         beyond = added[self._session.room :]
-        self._lower_tier.report_dropped(self.owners(name for node in beyond for name in node.names))
+        self._sender.report_dropped(self.owners(name for node in beyond for name in node.names))
         for node in reversed(beyond):
             self.tree.remove(node)
         self._forward(added[: len(added) - len(beyond)], delta.origin or subscription.stream.drafter_id, delta.span)
@@ -162,7 +124,7 @@ class Relay(UpstreamSession):
         self.terms.plan = self._session.plan
         if tokens:
             self._last_sent = now
-        self._lower_tier.publish(self, position, tokens)
+        self._sender.publish(self, position, tokens)
 
     def hint(self, now: float) -> None:
         """Send the best of the tree, as far as this drafter's model has scored it. A drafter that was exhausted may
@@ -183,7 +145,7 @@ class Relay(UpstreamSession):
         if nodes:
             parents = tuple(index[node.parent] for node in nodes)
             tokens, edges = tuple(node.token for node in nodes), tuple(node.edge for node in nodes)
-            self._lower_tier.hint(self, Hints(self.tree.root.position, parents, tokens, edges))
+            self._sender.hint(self, Hints(self.tree.root.position, parents, tokens, edges))
             self._last_sent = now
             for subscription in self.subscriptions.values():
                 subscription.exhausted = -1

@@ -145,12 +145,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         register_metric("outrider.draft.passes", lambda: scheduler.progress.steps)
         register_metric("outrider.draft.nodes", lambda: scheduler.nodes)
         if isinstance(scheduler, DraftScheduler):
-            register_metric("outrider.kv.preemptions", lambda: scheduler.preempted)
+            register_metric("outrider.kv.preemptions", lambda: scheduler.members.preempted)
             register_metric(
-                "outrider.draft.agreed", lambda: sum(agreed for agreed, _ in scheduler.agreement().values())
+                "outrider.draft.agreed", lambda: sum(agreed for agreed, _ in scheduler.fits.agreement().values())
             )
             register_metric(
-                "outrider.draft.compared", lambda: sum(compared for _, compared in scheduler.agreement().values())
+                "outrider.draft.compared", lambda: sum(compared for _, compared in scheduler.fits.agreement().values())
             )
         register_metric("outrider.drafters", lambda: stream_servicer.streams if stream_servicer is not None else 0)
         register_metric(

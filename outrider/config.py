@@ -38,6 +38,7 @@ TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequo
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
+CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
 DrafterName = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,63}$")]  # as in its certificate
@@ -369,47 +370,22 @@ def load_cluster(path: Path) -> ClusterConfig:
     Relative paths start from the file's folder. A checkpoint is on the hub where no such path exists and its name looks
     like ORG/NAME.
     """
-    cluster = load_section(ClusterConfig, path)
-    base = path.resolve().parent
-    data = cluster.redis.data
-    models = {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}
-    router = cluster.router.model_copy(update={"models": models, **_certificates(base, cluster.router)})
-    gateway = cluster.gateway and cluster.gateway.model_copy(update=_certificates(base, cluster.gateway))
-    tls = cluster.tls and cluster.tls.model_copy(update=_certificates(base, cluster.tls))
-    return cluster.model_copy(
-        update={
-            "redis": cluster.redis.model_copy(update={"data": data and base / data}),
-            "tls": tls,
-            "router": router,
-            "gateway": gateway,
-            "verifier": [worker.model_copy(update=_absolute_paths(base, worker)) for worker in cluster.verifier],
-            "drafter": [worker.model_copy(update=_absolute_paths(base, worker)) for worker in cluster.drafter],
-            "tier": {
-                tier: [worker.model_copy(update=_absolute_paths(base, worker)) for worker in some]
-                for tier, some in cluster.tier.items()
-            },
-        }
-    )
+    cluster: ClusterConfig = _absolute(path.resolve().parent, load_section(ClusterConfig, path))
+    return cluster
 
 
-def _absolute_paths(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
-    paths = {
-        "model": _checkpoint(base, worker.model),
-        "adapters": worker.adapters and base / worker.adapters,
-        "heads": worker.heads and _checkpoint(base, worker.heads),
-        "store": worker.store and base / worker.store,
-        **_certificates(base, worker),
-    }
-    if isinstance(worker, DrafterConfig):
-        paths["target"] = worker.target and _checkpoint(base, worker.target)
-    else:
-        paths["features"] = worker.features and _checkpoint(base, worker.features)
-    return paths
-
-
-def _certificates(base: Path, section: ServerConfig | TlsConfig) -> dict[str, Path | None]:
-    paths = {"ca": section.ca, "cert": section.cert, "key": section.key}
-    return {name: path and base / path for name, path in paths.items()}
+def _absolute(base: Path, value: Any, key: str = "") -> Any:
+    """Return a section, or the value of a key, with paths that start from `base`."""
+    match value:
+        case Path():
+            return _checkpoint(base, value) if key in CHECKPOINTS else base / value
+        case Section():
+            return value.model_copy(update={name: _absolute(base, part, name) for name, part in iter(value)})
+        case list():
+            return [_absolute(base, part, key) for part in value]
+        case dict():
+            return {name: _absolute(base, part, key) for name, part in value.items()}
+    return value
 
 
 def _checkpoint(base: Path, given: Path) -> Path:

@@ -90,7 +90,7 @@ async def _serve(
         config=config,
         models=models,
         worker_pool=worker_pool,
-        verifier_links=VerifierLinks(worker_pool.channel, config.lease_s),
+        verifier_links=VerifierLinks(worker_pool.channels.to, config.lease_s),
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         session_events=SessionEvents(client),
         background=background,
@@ -162,5 +162,5 @@ async def _serve(
         await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
         await background.drain(_CLEAN_UP_S)
         await router.verifier_links.close()
-        await worker_pool.close()
+        await worker_pool.channels.close()
         await client.aclose()

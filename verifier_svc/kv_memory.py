@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from outrider.engine.executor import Executor
-from outrider.engine.interface.engine import PAGE, Engine
+from outrider.engine.interface.engine import PAGE
 from outrider.engine.kv.kv_slots import KvSlots
 from outrider.engine.kv.page_budget import SPARE, PageBudget
 from verifier_svc.session import PrefillSession, VerifierSession
@@ -22,20 +22,19 @@ log = logging.getLogger(__name__)
 class KvMemory:
     """The KV memory of one engine."""
 
-    def __init__(self, engine: Engine, executor: Executor, slots: KvSlots, nodes: int) -> None:
+    def __init__(self, executor: Executor, slots: KvSlots, nodes: int) -> None:
         """`nodes`: of all trees in one step, at most."""
         self.preempted = 0  # how often a session's KV was released
-        self._engine = engine
         self._executor = executor
         self._slots = slots
-        self._budget = PageBudget(engine, slots)
+        self._budget = PageBudget(executor.engine, slots)
         self._trees = nodes // PAGE + SPARE  # pages
 
     async def prepare(self) -> None:
         """Run the queued changes in the thread of the passes, if there are heads or features, whose copies are long:
         `schedulable` runs changes in the event loop's thread, which holds up all streams.
         """
-        if self._budget.bounded and self._engine.features is not None:
+        if self._budget.bounded and self._executor.engine.features is not None:
             await self._executor.flush()
 
     def schedulable(self, sessions: Iterable[VerifierSession]) -> list[VerifierSession]:
@@ -76,7 +75,7 @@ class KvMemory:
         log.info("session %s waits: there is no memory for the KV of its %d tokens", session.id, len(session.tokens))
         session.cached = 0
         self._slots.mark_computed(session.kv_slot.slot, 0)
-        self._engine.release(session.kv_slot.slot, 0)
+        self._executor.engine.release(session.kv_slot.slot, 0)
 
 
 def _last(session: VerifierSession) -> bool:

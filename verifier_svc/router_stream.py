@@ -25,7 +25,8 @@ from outrider.wire import verifier as wire
 from outrider.wire.message_bounds import MAX_TOGETHER
 from outrider.wire.types import plan_from_pb, report_to_pb
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.scheduler import SHUTTING_DOWN, StepScheduler
+from verifier_svc.open_sessions import SHUTTING_DOWN
+from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import VerifierSession
 from verifier_svc.tracing import TracedSteps
 
@@ -72,7 +73,7 @@ class RouterStream:
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self._wake.set())
         try:
-            while not reading.done() and not (self._scheduler.draining and not self._generations):
+            while not reading.done() and not (self._scheduler.sessions.draining and not self._generations):
                 await self._wait()
                 await send(self._take())
             if reading.done():
@@ -175,7 +176,7 @@ class RouterStream:
             self._mark(generation)
             await generation.over.wait()
         finally:
-            self._scheduler.close(session)
+            self._scheduler.sessions.close(session)
         if generation.error is not None:
             raise generation.error
         call.completed = True

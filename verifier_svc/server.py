@@ -80,8 +80,8 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         cost,
         prefill_chunk=config.prefill_chunk,
         max_nodes=config.max_nodes,
-        publish=stream_servicer.publish,
-        pause=stream_servicer.pause,
+        publish=stream_servicer.sender.publish,
+        pause=stream_servicer.sender.pause,
         ngram_proposers=make_ngram_proposers(config, engine),
         head_proposer=head_proposer,
         feature_fuser=feature_fuser,
@@ -96,7 +96,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     changed = asyncio.Event()  # set when the announced entry changes
 
     def begin_drain() -> None:
-        scheduler.begin_drain(stream_servicer.begin_drain)
+        scheduler.sessions.begin_drain(stream_servicer.begin_drain)
         changed.set()
 
     _register_metrics(engine, scheduler, stream_servicer)
@@ -124,13 +124,13 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     treeless=bool(engine.treeless),
                     treeless_why=printable(engine.treeless),
                     zone=config.zone,
-                    draining=scheduler.draining,
+                    draining=scheduler.sessions.draining,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
                     dtype=config.dtype,
-                    arm=str(scheduler.steering.governor.arm),
-                    arm_reason=scheduler.steering.governor.reason,
-                    prefixes=pack_keys(scheduler.slots.keys()),
+                    arm=str(scheduler.learning.steering.governor.arm),
+                    arm_reason=scheduler.learning.steering.governor.reason,
+                    prefixes=pack_keys(scheduler.sessions.slots.keys()),
                     trusts="*" if tls is None else " ".join(config.trusted_drafters),
                 )
 
@@ -149,7 +149,7 @@ def _register_metrics(engine: Engine, scheduler: StepScheduler, stream_servicer:
     register_metric("outrider.sessions", lambda: len(scheduler.sessions))
     register_metric("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(scheduler.sessions.values())))
     register_metric("outrider.kv.capacity", lambda: engine.kv_tokens or engine.slots * engine.context)
-    register_metric("outrider.kv.preemptions", lambda: scheduler.preempted)
+    register_metric("outrider.kv.preemptions", lambda: scheduler.choice.memory.preempted)
     register_metric("outrider.drafters", lambda: stream_servicer.streams)
     register_metric("outrider.frames.refused", lambda: stream_servicer.refused)
 

@@ -28,8 +28,9 @@ from outrider.v1 import types_pb2, verifier_pb2_grpc
 from outrider.v1 import verifier_pb2 as pb
 from outrider.wire.types import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb
 from verifier_svc.adapters import AdapterStore
+from verifier_svc.open_sessions import PREFILL
 from verifier_svc.router_stream import RouterStream
-from verifier_svc.scheduler import PREFILL, StepScheduler
+from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
 MAX_WINDOW = 4096  # tokens beyond the durable position
@@ -73,7 +74,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
     async def open_session(self, start: pb.DecodeStart) -> VerifierSession:
         """Check a start and open its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
-        `StepScheduler.open`."""
+        `OpenSessions.open`."""
         checked = await offload_if_long(start.tokens, self._check, start)
         if checked.contract.adapter is not None:
             checked = replace(checked, adapter=await self._adapters.get(checked.contract.adapter))
@@ -93,8 +94,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     def replan(self, session: VerifierSession, plan: Plan) -> None:
         """Has a session follow a newer plan."""
         session.terms.plan = plan
-        self._scheduler.steering.apply(self._scheduler.sessions.values())
-        self._stream_servicer.refresh(session)
+        self._scheduler.learning.steering.apply(self._scheduler.sessions.values())
+        self._stream_servicer.sender.refresh(session)
         self._scheduler.wake()
 
     def attributes(self, session: VerifierSession) -> Attributes:
@@ -111,17 +112,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     async def _open(self, start: SessionStart) -> VerifierSession:
         """Open a session; wait up to SLOT_S for a free slot, in the order of arrival, so that no router is starved.
 
-        Raises as `StepScheduler.open`.
+        Raises as `OpenSessions.open`.
         """
         if start.session_id in self._scheduler.sessions:  # the session's present slot is free for it
-            return self._scheduler.open(start)
+            return self._scheduler.sessions.open(start)
         with suppress(TimeoutError):
             async with asyncio.timeout(SLOT_S), self._slot_queue:
-                while not self._scheduler.slots.free:
-                    self._scheduler.freed.clear()
-                    await self._scheduler.freed.wait()
-                return self._scheduler.open(start)
-        return self._scheduler.open(start)
+                while not self._scheduler.sessions.slots.free:
+                    self._scheduler.sessions.freed.clear()
+                    await self._scheduler.sessions.freed.wait()
+                return self._scheduler.sessions.open(start)
+        return self._scheduler.sessions.open(start)
 
     async def Warm(self, request: pb.WarmRequest, context: Context[Any, Any]) -> pb.WarmResponse:
         """Prefills a text for a session that may have to move here."""
@@ -130,7 +131,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             terms = adapter_from_pb(request.adapter) if request.HasField("adapter") else None
             contract = replace(PREFILL, adapter=terms)
             adapter = await self._adapters.get(contract.adapter)
-            cached = await self._scheduler.prefill(tokens, request.tenant, known, contract, adapter)
+            cached = await self._scheduler.sessions.prefill(tokens, request.tenant, known, contract, adapter)
             return pb.WarmResponse(cached=cached)
 
     async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context[Any, Any]) -> pb.ReadAdapterResponse:
@@ -154,7 +155,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """Describe this verifier: its model, its capacity and its state."""
-        times = self._scheduler.times.medians()
+        times = self._scheduler.learning.times.medians()
         return pb.VerifierDescription(
             worker_id=self._worker_id,
             model=self._config.model_name,
@@ -169,11 +170,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             parameters=self._engine.parameters,
             step_costs=[
                 pb.StepCost(tokens=tokens, microseconds=round(seconds * 1e6))
-                for tokens, seconds in self._scheduler.cost.points()
+                for tokens, seconds in self._scheduler.learning.cost.points()
             ],
             refused_frames=self._stream_servicer.refused,
             numerics=self._engine.numerics,
-            warm=self._scheduler.slots.warm,
+            warm=self._scheduler.sessions.slots.warm,
             tasks=len(asyncio.all_tasks()),
             weight_bytes=self._engine.weight_bytes,
             kv_bytes=self._engine.kv_bytes,
@@ -183,8 +184,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                 waited_us=round(times.waited * 1e6),
                 overhead_us=round(times.overhead * 1e6),
             ),
-            overlap_mode=self._scheduler.steering.overlap_mode.value,
-            control=_control(self._scheduler.steering),
+            overlap_mode=self._scheduler.learning.steering.overlap_mode.value,
+            control=_control(self._scheduler.learning.steering),
             treeless=self._engine.treeless,
             ranks=self._engine.ranks,
         )

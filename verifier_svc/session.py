@@ -289,14 +289,6 @@ class PrefillSession(VerifierSession):
     """A text that is only prefilled, for a session elsewhere. It ends when all tokens but the last have KV."""
 
     @property
-    def awaited_grammar(self) -> GrammarState | None:
-        """The grammar, where a step would serve this session but for it, and it usually takes but a moment."""
-        grammar = self.grammar
-        if grammar is None or not grammar.pending or grammar.slow or self.finished or self.room <= 0:
-            return None
-        return grammar
-
-    @property
     def ready(self) -> bool:
         """Whether a step may serve this session now."""
         return not self.finished and self.unread > 0

@@ -23,21 +23,21 @@ _SDK = {(f"outrider/client/{file}.py", ""): "receive" for file in ("_calls", "_s
 # (end of a file's path, function, or "" for all of the file's functions) -> stage. The innermost one counts.
 STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
     "verifier": {
-        ("verifier_svc/scheduler.py", "_choose"): "choose",
+        ("verifier_svc/steps/step_choice.py", "choose"): "choose",
         ("verifier_svc/scheduler.py", "_forward"): "forward",
         ("verifier_svc/scheduler.py", "_walk"): "walk",
         ("verifier_svc/scheduler.py", "_commit"): "commit",
-        ("verifier_svc/scheduler.py", "_learn"): "learn",
+        ("verifier_svc/steps/step_learning.py", "learn_latest"): "learn",
         ("verifier_svc/router_stream.py", "run"): "send",
         ("verifier_svc/router_stream.py", "_read"): "receive",
-        ("outrider/upstream_server/servicer.py", "publish"): "publish",
+        ("outrider/upstream_server/drafter_sender.py", ""): "publish",
         ("outrider/upstream_server/servicer.py", ""): "drafters' streams",
     },
     "drafter": {
         ("drafter_svc/scheduler.py", "_choose"): "choose",
         ("drafter_svc/scheduler.py", "_forward"): "forward",
         ("drafter_svc/scheduler.py", "_propose"): "propose",
-        ("drafter_svc/scheduler.py", "_apply"): "apply",
+        ("drafter_svc/mirrored_sessions.py", "_apply"): "apply",
         ("drafter_svc/scheduler.py", "_send_new"): "send",
         ("drafter_svc/upstreams/upstream.py", ""): "streams",
     },

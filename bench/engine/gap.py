@@ -127,7 +127,7 @@ def open_sessions(scheduler: StepScheduler, count: int) -> Iterator[VerifierSess
     """Open sessions whose drafters are off."""
     for seed in range(count):
         contract = Contract(seed=seed, max_tokens=LONG // 2, temperature=1.0)
-        yield scheduler.open(SessionStart(f"{seed}", "", 1, (1, 2, 3, 4), 4, contract, OFF, 1000))
+        yield scheduler.sessions.open(SessionStart(f"{seed}", "", 1, (1, 2, 3, 4), 4, contract, OFF, 1000))
 
 
 async def read(session: VerifierSession) -> None:

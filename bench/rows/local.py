@@ -82,7 +82,9 @@ class LocalPair:
         self._sessions += 1
         contract = Contract(request.seed, request.max_tokens, temperature=request.temperature)
         name, plan, window = f"local-{self._sessions}", gamma.plan(), config.window
-        session = self.loop.open(SessionStart(name, "", 1, request.prompt, len(request.prompt), contract, plan, window))
+        session = self.loop.sessions.open(
+            SessionStart(name, "", 1, request.prompt, len(request.prompt), contract, plan, window)
+        )
         self.key = Attachment(name, "", 1, b"")
         tokens: list[int] = []
         arrivals: list[float] = []
@@ -104,7 +106,7 @@ class LocalPair:
                     self._send_commit()
                 self.loop.wake()
         finally:
-            self.loop.close(session)
+            self.loop.sessions.close(session)
             self._subscription = None
         return Sample(tuple(tokens), tuple(arrivals), steps)
 

@@ -6,12 +6,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.errors import InternalError, OutriderError
 from outrider.rpc.lifecycle import USER_ERROR_STATUS
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FAILURE = 1  # exit status of an error that the user cannot correct
 INTERRUPTED = 130  # exit status that shells give for SIGINT
@@ -57,6 +60,17 @@ def parse_count(text: str | int) -> int:
 def count_in(text: str) -> str | int:
     """Return a number like 20M as one, and other texts as they are."""
     return parse_count(text) if re.fullmatch(r"\d+(\.\d+)?[KMB]", text.strip().upper()) else text
+
+
+def figures_table(*headings: str, **style: Any) -> Table:
+    """Return a table without rows, of one column for each heading. `style`: as for rich's `Table`."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, **style)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
@@ -149,9 +148,7 @@ class AsyncStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.cancel()
 
     async def _receive(self) -> Chunk | None:

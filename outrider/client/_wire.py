@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from google.protobuf.message import Message
 
 from outrider.client._grammar import grammar_of
 from outrider.client._logprobs import LogprobRows
@@ -27,6 +29,8 @@ from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.wire import inference
+
+ResultT = TypeVar("ResultT")
 
 _TERMS = Contract.names()
 
@@ -210,15 +214,11 @@ def reason_from_pb(reason: int) -> FinishReason:
 
 def usage_from_pb(message: pb.Usage) -> Usage:
     """Return the usage of a message, with durations in seconds."""
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        steps=message.steps,
-        verified=message.verified,
-        accepted=message.accepted,
+    return _same_fields(
+        Usage,
+        message,
         reached_by_depth=tuple(message.reached_by_depth),
         tried_by_depth=tuple(message.tried_by_depth),
-        wire_bytes=message.wire_bytes,
         first_token_s=message.first_token_us / 1e6,
         total_s=message.total_us / 1e6,
         decode_s=message.decode_us / 1e6,
@@ -228,19 +228,8 @@ def usage_from_pb(message: pb.Usage) -> Usage:
 
 def session_from_pb(message: pb.Session) -> Session:
     """Return the session of a message."""
-    return Session(
-        session_id=message.session_id,
-        model=message.model,
-        length=message.length,
-        digest=message.digest,
-        generation=message.generation,
-        running=message.running,
-        finish_reason=reason_from_pb(message.reason) if message.reason else None,
-        answer_position=message.answer_position,
-        epoch=message.epoch,
-        verifier=message.verifier,
-        drafters=tuple(message.drafters),
-    )
+    reason = reason_from_pb(message.reason) if message.reason else None
+    return _same_fields(Session, message, finish_reason=reason, drafters=tuple(message.drafters))
 
 
 def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
@@ -271,25 +260,16 @@ def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
 
 def model_from_pb(message: pb.Model) -> Model:
     """Return the model of a message."""
-    return Model(
-        name=message.name,
-        context=message.context,
-        vocabulary=message.vocabulary,
-        tokenizer_digest=message.tokenizer_digest,
-        verifiers=message.verifiers,
-        drafters=message.drafters,
-        misfits=tuple(map(printable, message.misfits)),
-        adapters=tuple(map(adapter_from_pb, message.adapters)),
-    )
+    adapters = tuple(map(adapter_from_pb, message.adapters))
+    return _same_fields(Model, message, misfits=tuple(map(printable, message.misfits)), adapters=adapters)
 
 
 def adapter_from_pb(message: pb.ModelAdapter) -> ModelAdapter:
     """Return the adapter of a message."""
-    return ModelAdapter(
-        name=message.name,
-        model=message.model,
-        folder=message.folder,
-        digest=message.digest,
-        rank=message.rank,
-        parameters=message.parameters,
-    )
+    return _same_fields(ModelAdapter, message)
+
+
+def _same_fields(kind: Callable[..., ResultT], message: Message, **others: Any) -> ResultT:
+    """Return a result whose fields are those of the same names in a message, but for `others`."""
+    names = kind.__annotations__.keys() - others.keys()
+    return kind(**{name: getattr(message, name) for name in names}, **others)

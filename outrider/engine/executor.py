@@ -36,7 +36,7 @@ class Executor:
     """Runs an engine for one event loop. No other thread may use the engine meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._queued: list[Callable[[], None]] = []  # changes, mostly of KV, to run in order before the next pass
         self._thread = ThreadPoolExecutor(1, "forward")
         self._copies = False  # whether KV is copied before the next pass, which may take long
@@ -46,16 +46,16 @@ class Executor:
         """Queue the release of what a slot held beyond its cached rows, and the copy of those from another slot."""
         self.release(acquired.slot, acquired.cached if acquired.source is None else 0)
         if acquired.source is not None:
-            self._queued.append(partial(self._engine.copy, acquired.source, acquired.slot, acquired.cached))
+            self._queued.append(partial(self.engine.copy, acquired.source, acquired.slot, acquired.cached))
             self._copies = True
 
     def release(self, slot: int, rows: int) -> None:
         """Queue the release of a slot's KV rows from `rows` on."""
-        self._queued.append(partial(self._engine.release, slot, rows))
+        self._queued.append(partial(self.engine.release, slot, rows))
 
     def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """Queue the move of rows of a slot's KV."""
-        self._queued.append(partial(self._engine.move, slot, source, target))
+        self._queued.append(partial(self.engine.move, slot, source, target))
 
     def enqueue(self, change: Callable[[], None]) -> None:
         """Queue a change, which runs before the next pass or call, in the order of the queue."""
@@ -85,8 +85,8 @@ class Executor:
 
     def replace_engine(self, engine: Engine) -> None:
         """Use another engine from the next pass on. Close the old one, whose KV and queued changes are dropped."""
-        self._engine.close()
-        self._engine = engine
+        self.engine.close()
+        self.engine = engine
         self._queued.clear()
 
     async def sample(
@@ -94,7 +94,7 @@ class Executor:
     ) -> Logits:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
         a short one, which it runs itself."""
-        return await self._run(segments, lambda: self._engine.sample(segments, draws, best), meanwhile)
+        return await self._run(segments, lambda: self.engine.sample(segments, draws, best), meanwhile)
 
     async def run_on(
         self,
@@ -104,7 +104,7 @@ class Executor:
         meanwhile: Callable[[], None],
     ) -> tuple[Logits, frozenset[int]]:
         """Run one packed pass, and begin the one that follows, see `Engine.run_on`; `meanwhile` as for `sample`."""
-        return await self._run(segments, lambda: self._engine.run_on(segments, draws, following), meanwhile)
+        return await self._run(segments, lambda: self.engine.run_on(segments, draws, following), meanwhile)
 
     async def grow(
         self,
@@ -115,7 +115,7 @@ class Executor:
         meanwhile: Callable[[], None],
     ) -> tuple[Logits, list[GrownLevel]]:
         """Run one packed pass and further levels of trees, see `Engine.grow`; `meanwhile` as for `sample`."""
-        return await self._run(segments, lambda: self._engine.grow(segments, draws, growths, levels), meanwhile)
+        return await self._run(segments, lambda: self.engine.grow(segments, draws, growths, levels), meanwhile)
 
     async def _run(self, segments: Sequence[Segment], work: Callable[[], T], meanwhile: Callable[[], None]) -> T:
         changes, self._queued = self._queued, []
@@ -137,15 +137,15 @@ class Executor:
         """Wait for the event; meanwhile an engine of several ranks exchanges heartbeats with them. Raises RankLost."""
         while not changed.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._engine.heartbeat_s):
+                async with asyncio.timeout(self.engine.heartbeat_s):
                     await changed.wait()
                     return
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.heartbeat)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.heartbeat)
 
     def close(self) -> None:
         """Wait until the running pass ends, then close the engine. No pass may follow."""
         self._thread.shutdown(wait=True)
-        self._engine.close()
+        self.engine.close()
 
     def _pass(self, seconds: Ema, changes: Sequence[Callable[[], None]], work: Callable[[], T]) -> T:
         for change in changes:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from outrider.client import AsyncClient
@@ -155,9 +154,7 @@ class Cluster(ABC, Generic[ServerT]):
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def scale(self, drafters: Sequence[DrafterConfig]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Any, Self
 
 from outrider.config import ClusterConfig, Section, WorkerConfig
@@ -190,11 +189,9 @@ class RayCluster(Cluster[RayServer]):
             self._session = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         async with self._session:
-            await super().__aexit__(kind, error, trace)
+            await super().__aexit__()
 
     def _server(self, role: Role, name: str, section: Section) -> RayServer:
         return RayServer(role, name, section, self._forward)

@@ -311,29 +311,7 @@ class Sessions:
         else:
             with redis_errors(self._redis):
                 reply = await self._scripts[script](keys=keys, args=args)
-        match reply:
-            case [b"ok", *values]:
-                return values
-            case [b"missing"]:
-                raise _missing(session_id)
-            case [b"closed"]:
-                raise Superseded(f"session {session_id} was closed; do not retry")
-            case [b"superseded", epoch, owner]:
-                raise Superseded(f"session {session_id} belongs to {owner.decode()} since epoch {epoch}; do not retry")
-            case [b"behind", epoch]:
-                raise Conflict(f"session {session_id} is at epoch {epoch} in Redis, behind its owner; restore it")
-            case [b"gap", length]:
-                raise Conflict(f"session {session_id} has {length} durable tokens, fewer than its owner; restore it")
-            case [b"conflict", length]:
-                raise Conflict(f"session {session_id}: its {length} durable tokens are not what the caller has")
-            case [b"busy"]:
-                raise Busy(f"session {session_id}: its latest generation has not ended; resume it, cancel it, or wait")
-            case [b"ended", reason]:
-                ended = f"has ended ({reason.decode()})" if reason else "has not begun"
-                raise Conflict(f"session {session_id}: its generation {ended} and takes no tokens")
-            case [b"changed"]:
-                raise _SessionChanged(f"session {session_id} changes while it is being restored; try again")
-        raise InternalError(f"script {script} replied {reply!r}")
+        return _values(script, session_id, reply)
 
 
 class OwnedSession:
@@ -460,6 +438,33 @@ def _record_key(session_id: str) -> str:
 
 def _log_key(session_id: str) -> str:
     return f"outrider:{{{session_id}}}:log"
+
+
+def _values(script: str, session_id: str, reply: Any) -> Any:
+    """Return what a script replied after "ok"; raise its refusals as errors."""
+    match reply:
+        case [b"ok", *values]:
+            return values
+        case [b"missing"]:
+            raise _missing(session_id)
+        case [b"closed"]:
+            raise Superseded(f"session {session_id} was closed; do not retry")
+        case [b"superseded", epoch, owner]:
+            raise Superseded(f"session {session_id} belongs to {owner.decode()} since epoch {epoch}; do not retry")
+        case [b"behind", epoch]:
+            raise Conflict(f"session {session_id} is at epoch {epoch} in Redis, behind its owner; restore it")
+        case [b"gap", length]:
+            raise Conflict(f"session {session_id} has {length} durable tokens, fewer than its owner; restore it")
+        case [b"conflict", length]:
+            raise Conflict(f"session {session_id}: its {length} durable tokens are not what the caller has")
+        case [b"busy"]:
+            raise Busy(f"session {session_id}: its latest generation has not ended; resume it, cancel it, or wait")
+        case [b"ended", reason]:
+            ended = f"has ended ({reason.decode()})" if reason else "has not begun"
+            raise Conflict(f"session {session_id}: its generation {ended} and takes no tokens")
+        case [b"changed"]:
+            raise _SessionChanged(f"session {session_id} changes while it is being restored; try again")
+    raise InternalError(f"script {script} replied {reply!r}")
 
 
 def _missing(session_id: str) -> NotFound:

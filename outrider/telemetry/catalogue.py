@@ -42,33 +42,43 @@ _ADAPTER = ("adapter",)
 _RPC_SERVERS = "router, verifier, drafter"
 _ALL_SERVERS = "router, verifier, drafter, gateway"
 
+
+def _counter(name: str, unit: str, role: str, description: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "counter", unit, role, description, labels)
+
+
+def _gauge(name: str, unit: str, role: str, description: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "gauge", unit, role, description, labels)
+
+
+def _seconds(
+    name: str, role: str, description: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+) -> Metric:
+    """Return a histogram of seconds."""
+    return Metric(name, "histogram", "s", role, description, labels, buckets)
+
+
 METRICS = (
-    Metric(
+    _seconds(
         "gen_ai.server.request.duration",
-        "histogram",
-        "s",
         "router",
         "Seconds from a request's arrival to its end.",
-        (*_MODEL, "gen_ai.operation.name", "error.type"),
         SECONDS,
+        (*_MODEL, "gen_ai.operation.name", "error.type"),
     ),
-    Metric(
+    _seconds(
         "gen_ai.server.time_to_first_token",
-        "histogram",
-        "s",
         "router",
         "Seconds from a request's arrival to its first token.",
-        _MODEL,
         SECONDS,
+        _MODEL,
     ),
-    Metric(
+    _seconds(
         "gen_ai.server.time_per_output_token",
-        "histogram",
-        "s",
         "router",
         "Mean seconds per token of a generation after the first token.",
-        _MODEL,
         MILLISECONDS,
+        _MODEL,
     ),
     Metric(
         "gen_ai.client.token.usage",
@@ -79,187 +89,124 @@ METRICS = (
         (*_MODEL, "gen_ai.token.type"),
         TOKENS,
     ),
-    Metric("outrider.requests", "counter", "{request}", "router", "Requests, by outcome.", (*_MODEL, "outcome")),
-    Metric("outrider.requests.running", "gauge", "{request}", "router", "Running generations."),
-    Metric("outrider.queue.depth", "gauge", "{request}", "router", "Queued requests.", ("priority",)),
-    Metric("outrider.queue.wait", "histogram", "s", "router", "Seconds that requests waited for a slot.", (), SECONDS),
-    Metric("outrider.tokens", "counter", "{token}", "router", "Durable tokens: goodput.", _MODEL),
-    Metric("outrider.gamma", "gauge", "{token}", "router", "Ceiling on gamma: mean over the running generations."),
-    Metric("outrider.plan.changes", "counter", "{change}", "router", "Plans that replaced an earlier one."),
-    Metric(
-        "outrider.log.append",
-        "histogram",
-        "s",
-        "router",
-        "Seconds until Redis had stored a commit's tokens.",
-        (),
-        MILLISECONDS,
-    ),
-    Metric(
+    _counter("outrider.requests", "{request}", "router", "Requests, by outcome.", (*_MODEL, "outcome")),
+    _gauge("outrider.requests.running", "{request}", "router", "Running generations."),
+    _gauge("outrider.queue.depth", "{request}", "router", "Queued requests.", ("priority",)),
+    _seconds("outrider.queue.wait", "router", "Seconds that requests waited for a slot.", SECONDS),
+    _counter("outrider.tokens", "{token}", "router", "Durable tokens: goodput.", _MODEL),
+    _gauge("outrider.gamma", "{token}", "router", "Ceiling on gamma: mean over the running generations."),
+    _counter("outrider.plan.changes", "{change}", "router", "Plans that replaced an earlier one."),
+    _seconds("outrider.log.append", "router", "Seconds until Redis had stored a commit's tokens.", MILLISECONDS),
+    _counter(
         "outrider.speculation.steps",
-        "counter",
         "{step}",
         "router",
         "Steps, by whether they verified drafts, or why not.",
         (*_MODEL, "reason"),
     ),
-    Metric("outrider.moves", "counter", "{move}", "router", "Generations that moved to another verifier."),
-    Metric("outrider.resumes", "counter", "{resume}", "router", "Resumed generations."),
-    Metric("outrider.drafter.verified", "counter", "{token}", "router", "Verified nodes of a drafter.", ("drafter",)),
-    Metric("outrider.drafter.accepted", "counter", "{token}", "router", "Of these, the accepted ones.", ("drafter",)),
-    Metric("outrider.examples.written", "counter", "{example}", "router", "Training samples written to Redis."),
-    Metric("outrider.examples.dropped", "counter", "{example}", "router", "Training samples that Redis did not take."),
-    Metric("outrider.workers", "gauge", "{worker}", "router", "Announced workers.", ("role",)),
-    Metric("outrider.slots", "gauge", "{session}", "verifier", "Sessions that fit at once."),
-    Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Open sessions."),
-    Metric("outrider.kv.tokens", "gauge", "{token}", "verifier", "Tokens of open sessions whose KV is in memory."),
-    Metric("outrider.kv.capacity", "gauge", "{token}", "verifier", "Tokens whose KV fits into memory."),
-    Metric(
+    _counter("outrider.moves", "{move}", "router", "Generations that moved to another verifier."),
+    _counter("outrider.resumes", "{resume}", "router", "Resumed generations."),
+    _counter("outrider.drafter.verified", "{token}", "router", "Verified nodes of a drafter.", ("drafter",)),
+    _counter("outrider.drafter.accepted", "{token}", "router", "Of these, the accepted ones.", ("drafter",)),
+    _counter("outrider.examples.written", "{example}", "router", "Training samples written to Redis."),
+    _counter("outrider.examples.dropped", "{example}", "router", "Training samples that Redis did not take."),
+    _gauge("outrider.workers", "{worker}", "router", "Announced workers.", ("role",)),
+    _gauge("outrider.slots", "{session}", "verifier", "Sessions that fit at once."),
+    _gauge("outrider.sessions", "{session}", "verifier, drafter", "Open sessions."),
+    _gauge("outrider.kv.tokens", "{token}", "verifier", "Tokens of open sessions whose KV is in memory."),
+    _gauge("outrider.kv.capacity", "{token}", "verifier", "Tokens whose KV fits into memory."),
+    _counter(
         "outrider.kv.preemptions",
-        "counter",
         "{session}",
         "verifier, drafter",
         "Sessions whose KV was evicted for lack of memory and is computed again.",
     ),
-    Metric("outrider.steps", "counter", "{step}", "verifier", "Forward passes."),
-    Metric("outrider.step.rows", "counter", "{token}", "verifier", "Tokens in all forward passes."),
-    Metric("outrider.step.forward", "histogram", "s", "verifier", "Seconds of a forward pass.", (), MILLISECONDS),
-    Metric(
-        "outrider.step.wait", "histogram", "s", "verifier", "Seconds for which a step was held back.", (), MILLISECONDS
-    ),
-    Metric(
-        "outrider.draft.reply",
-        "histogram",
-        "s",
-        "verifier",
-        "Seconds from a commit to the first delta after it.",
-        (),
-        MILLISECONDS,
-    ),
-    Metric("outrider.tokens.committed", "counter", "{token}", "verifier", "Committed tokens."),
-    Metric("outrider.wire", "counter", "By", "verifier", "Bytes on draft streams, both directions."),
-    Metric("outrider.drafters", "gauge", "{drafter}", "verifier, drafter", "Open draft streams."),
-    Metric("outrider.frames.refused", "counter", "{frame}", "verifier, drafter", "Refused frames of peers."),
-    Metric("spec_decode_num_drafts", "counter", "{draft}", "verifier", "Verified trees."),
-    Metric("spec_decode_num_draft_tokens", "counter", "{token}", "verifier", "Verified nodes."),
-    Metric("spec_decode_num_accepted_tokens", "counter", "{token}", "verifier", "Of these, the accepted ones."),
-    Metric(
+    _counter("outrider.steps", "{step}", "verifier", "Forward passes."),
+    _counter("outrider.step.rows", "{token}", "verifier", "Tokens in all forward passes."),
+    _seconds("outrider.step.forward", "verifier", "Seconds of a forward pass.", MILLISECONDS),
+    _seconds("outrider.step.wait", "verifier", "Seconds for which a step was held back.", MILLISECONDS),
+    _seconds("outrider.draft.reply", "verifier", "Seconds from a commit to the first delta after it.", MILLISECONDS),
+    _counter("outrider.tokens.committed", "{token}", "verifier", "Committed tokens."),
+    _counter("outrider.wire", "By", "verifier", "Bytes on draft streams, both directions."),
+    _gauge("outrider.drafters", "{drafter}", "verifier, drafter", "Open draft streams."),
+    _counter("outrider.frames.refused", "{frame}", "verifier, drafter", "Refused frames of peers."),
+    _counter("spec_decode_num_drafts", "{draft}", "verifier", "Verified trees."),
+    _counter("spec_decode_num_draft_tokens", "{token}", "verifier", "Verified nodes."),
+    _counter("spec_decode_num_accepted_tokens", "{token}", "verifier", "Of these, the accepted ones."),
+    _counter(
         "spec_decode_num_draft_tokens_per_pos",
-        "counter",
         "{step}",
         "verifier",
         "Steps that verified a node at this depth; position 0 is the first below the root.",
         ("position",),
     ),
-    Metric(
+    _counter(
         "spec_decode_num_accepted_tokens_per_pos",
-        "counter",
         "{step}",
         "verifier",
         "Steps whose accepted path reached this depth.",
         ("position",),
     ),
-    Metric("outrider.adapter.steps", "counter", "{step}", "verifier", "Verified trees of an adapter.", _ADAPTER),
-    Metric("outrider.adapter.verified", "counter", "{token}", "verifier", "Their verified nodes.", _ADAPTER),
-    Metric("outrider.adapter.accepted", "counter", "{token}", "verifier", "Of these, the accepted ones.", _ADAPTER),
-    Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Forward passes of the draft model."),
-    Metric(
-        "outrider.draft.forward",
-        "histogram",
-        "s",
-        "drafter",
-        "Seconds of a forward pass of the draft model.",
-        (),
-        MILLISECONDS,
-    ),
-    Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Sent nodes."),
-    Metric(
+    _counter("outrider.adapter.steps", "{step}", "verifier", "Verified trees of an adapter.", _ADAPTER),
+    _counter("outrider.adapter.verified", "{token}", "verifier", "Their verified nodes.", _ADAPTER),
+    _counter("outrider.adapter.accepted", "{token}", "verifier", "Of these, the accepted ones.", _ADAPTER),
+    _counter("outrider.draft.passes", "{pass}", "drafter", "Forward passes of the draft model."),
+    _seconds("outrider.draft.forward", "drafter", "Seconds of a forward pass of the draft model.", MILLISECONDS),
+    _counter("outrider.draft.nodes", "{token}", "drafter", "Sent nodes."),
+    _counter(
         "outrider.draft.compared",
-        "counter",
         "{token}",
         "drafter",
         "Positions at which a draft was compared with the committed token.",
     ),
-    Metric(
-        "outrider.draft.agreed",
-        "counter",
-        "{token}",
-        "drafter",
-        "Positions at which the best draft was the committed token.",
+    _counter(
+        "outrider.draft.agreed", "{token}", "drafter", "Positions at which the best draft was the committed token."
     ),
-    Metric(
+    _gauge(
         "outrider.version",
-        "gauge",
         "{version}",
         "drafter",
         "Version of the drafter's model; 0: the checkpoint in its own folder.",
     ),
-    Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Switches to another version."),
-    Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Switches back to an earlier version."),
-    Metric(
+    _counter("outrider.version.swaps", "{swap}", "drafter", "Switches to another version."),
+    _counter("outrider.version.rollbacks", "{swap}", "drafter", "Switches back to an earlier version."),
+    _counter(
         "outrider.gateway.requests",
-        "counter",
         "{request}",
         "gateway",
         "Answered requests; 499 is a client that went away.",
         ("path", "status"),
     ),
-    Metric("outrider.gateway.running", "gauge", "{request}", "gateway", "Running requests."),
-    Metric(
-        "outrider.gateway.duration",
-        "histogram",
-        "s",
-        "gateway",
-        "Seconds from a request to its answer's end.",
-        ("path",),
-        SECONDS,
-    ),
-    Metric(
-        "outrider.loop.lag",
-        "histogram",
-        "s",
-        _ALL_SERVERS,
-        "Seconds by which the event loop runs callbacks late.",
-        (),
-        MILLISECONDS,
-    ),
-    Metric(
+    _gauge("outrider.gateway.running", "{request}", "gateway", "Running requests."),
+    _seconds("outrider.gateway.duration", "gateway", "Seconds from a request to its answer's end.", SECONDS, ("path",)),
+    _seconds("outrider.loop.lag", _ALL_SERVERS, "Seconds by which the event loop runs callbacks late.", MILLISECONDS),
+    _counter(
         "outrider.loop.stalls",
-        "counter",
         "{stall}",
         _ALL_SERVERS,
         "Times that the process itself blocked its event loop for 0.1 s.",
     ),
-    Metric(
-        "outrider.process.ran",
-        "counter",
-        "s",
-        _ALL_SERVERS,
-        "Seconds for which the process's threads ran, while it served.",
+    _counter(
+        "outrider.process.ran", "s", _ALL_SERVERS, "Seconds for which the process's threads ran, while it served."
     ),
-    Metric(
+    _counter(
         "outrider.process.waited",
-        "counter",
         "s",
         _ALL_SERVERS,
         "Seconds for which they were ready to run, and waited for a core that others had.",
     ),
-    Metric(
+    _gauge(
         "outrider.certificate.expiry",
-        "gauge",
         "s",
         _ALL_SERVERS,
         "Unix time at which the server's certificate expires; 0 without TLS.",
     ),
-    Metric(
+    _gauge(
         "outrider.clock.skew",
-        "gauge",
         "s",
         _RPC_SERVERS,
         "Seconds by which the server's clock is ahead of Redis'; negative: behind.",
     ),
-    Metric(
-        "outrider.tasks.failed", "counter", "{task}", _RPC_SERVERS, "Unexpected ends of long-lived tasks.", ("task",)
-    ),
+    _counter("outrider.tasks.failed", "{task}", _RPC_SERVERS, "Unexpected ends of long-lived tasks.", ("task",)),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

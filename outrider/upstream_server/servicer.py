@@ -1,13 +1,12 @@
-"""The TreeSink service: receives drafters' nodes; sends snapshots, commits, plans, prices and credit."""
+"""The TreeSink service: admits drafters to sessions, and receives their nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -15,21 +14,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.core.control.cost.calibration import Calibration
-from outrider.core.control.drafting_terms import RESTING_PRICE
-from outrider.core.tree.delta import DigestMismatch, Hints
+from outrider.core.tree.delta import DigestMismatch
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
 from outrider.rpc.status import errors_as_status
+from outrider.upstream_server.drafter_sender import DrafterSender
 from outrider.upstream_server.entrance import Entrance
-from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream, WaitingSubscribe
+from outrider.upstream_server.upstream_session import UpstreamSession, UpstreamStream, WaitingSubscribe
 from outrider.wire import drafter as wire
-from outrider.wire.drafter import delta_from_pb, hints_to_pb, set_sent_terms
+from outrider.wire.drafter import delta_from_pb
 from outrider.wire.message_bounds import BEFORE_A_TICKET, REQUEST, decode
 from outrider.wire.tickets import Permit
-from outrider.wire.types import plan_to_pb
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class SessionHost(Protocol):
 
 
 class UpstreamServicer:
-    """Grafts the nodes that drafters send onto their sessions' trees, and sends drafters the commits."""
+    """Grafts the nodes that drafters send onto their sessions' trees; `sender` sends drafters the commits."""
 
     def __init__(
         self,
@@ -75,6 +72,7 @@ class UpstreamServicer:
     ) -> None:
         """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features. `trusted`: names in
         the certificates of the drafters that may draft under rules that draw from q; without certificates all may."""
+        self.sender = DrafterSender()
         self.refused = 0
         self._fusion = fusion
         self._trusted = trusted
@@ -118,7 +116,7 @@ class UpstreamServicer:
         ):  # closed at once: a generator that waits holds the latest message, and the garbage collector is late
             stream = await self._greet(frames, context, on_admitted)
             reading = asyncio.create_task(self._read(stream, frames))
-            writing = asyncio.create_task(self._write(stream, context))
+            writing = asyncio.create_task(_write(stream, context))
             self._streams.add(stream)
             self._host.on_drafter_connected(stream.drafter_id)
             try:
@@ -144,76 +142,6 @@ class UpstreamServicer:
     async def read_ticket_keys(self) -> None:
         """Read the routers' public keys when a ticket needs them. Run until cancelled."""
         await self._ticket_verifier.run(self._on_keys_read)
-
-    def pause(self, session: UpstreamSession) -> None:
-        """Lets drafters rest until the next commit, if they have begun below the present root: their nodes would come
-        too late. A drafter that still reads what it missed goes on.
-        """
-        root = session.tree.root.position
-        for subscription in session.subscriptions.values():
-            if subscription.begun == root != subscription.exhausted:
-                self._send_commit(subscription, wire.Commit(position=len(session.tokens)), resting=True)
-
-    def refresh(self, session: UpstreamSession) -> None:
-        """Send a plan or credit that changed without a commit, also to drafters that rest."""
-        for subscription in session.subscriptions.values():
-            subscription.stream.hold(subscription.attachment, False)
-            self._send_commit(subscription, wire.Commit(position=len(session.tokens)))
-
-    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
-        """Send a session's drafters the committed tokens, from `position` on."""
-        for subscription in session.subscriptions.values():
-            subscription.stream.hold(subscription.attachment, session.terms.resting)
-            if subscription.awaits_features:
-                self._snapshot(subscription)
-            else:
-                self._send_commit(subscription, wire.Commit(position=position, tokens=tokens))
-
-    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Report nodes that were dropped from the tree although the target may still choose them."""
-        for subscription, ids in dropped.items():
-            self._send_commit(subscription, wire.Commit(position=len(subscription.session.tokens), dropped=ids))
-
-    def resend_snapshots(self, session: UpstreamSession) -> None:
-        """Send a snapshot to all drafters of a session, whose tree was replaced."""
-        for subscription in session.subscriptions.values():
-            self._snapshot(subscription)
-
-    def hint(self, session: UpstreamSession, hints: Hints) -> None:
-        """Send a session's drafters the scores of this upstream's model."""
-        for subscription in session.subscriptions.values():
-            message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
-            session.wire_bytes += message.ByteSize()
-            subscription.stream.hint(message)
-
-    def _send_commit(self, subscription: Subscription, commit: wire.Commit, *, resting: bool = False) -> None:
-        session = subscription.session
-        if subscription.awaits_features:
-            return  # its snapshot will include all of this
-        if session.fused is not None and subscription.wants_features:
-            before = commit.position - 1
-            commit.features = session.fused.rows(before, before + len(commit.tokens))
-        commit.attachment = subscription.attachment
-        commit.epoch = session.epoch
-        commit.digest = session.tree.digest
-        terms = session.terms.sent
-        subscription.rests = session.tree.root.position if terms.price == RESTING_PRICE else -1
-        set_sent_terms(commit, terms._replace(price=RESTING_PRICE) if resting else terms)
-        commit.credit = session.grant(subscription)
-        if subscription.plan_version != session.terms.plan.version:
-            commit.plan.CopyFrom(plan_to_pb(session.ceilings))
-            subscription.plan_version = session.terms.plan.version
-        session.wire_bytes += commit.ByteSize()
-        if not subscription.stream.commit(commit):
-            self._snapshot(subscription)
-
-    def _snapshot(self, subscription: Subscription) -> None:
-        session = subscription.session
-        subscription.awaits_features = subscription.wants_features and not session.features_known
-        if subscription.awaits_features:
-            session.exhaust(subscription, session.tree.root.position)  # no step waits for nodes that it cannot draft
-            return
-        subscription.stream.snapshot(subscription.attachment, partial(snapshot_parts, subscription))
 
     @asynccontextmanager
     async def _counting(self) -> AsyncIterator[None]:
@@ -271,11 +199,6 @@ class UpstreamServicer:
             case kind:
                 raise InvalidRequest("frame", f"'{kind}' is not allowed here")
 
-    async def _write(self, stream: UpstreamStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; the reader gets the error
-            while (frame := await stream.next()) is not None:
-                await context.write(frame)
-
     def _subscribe(self, stream: UpstreamStream, subscribe: wire.Subscribe) -> None:
         if subscribe.attachment <= stream.attached:
             self.refused += 1  # a replay
@@ -305,41 +228,14 @@ class UpstreamServicer:
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._ticket_verifier.check(subscribe.ticket, permit)
-        self._check_holder(stream)
-        self._check_trust(stream, session)
-        self._check_features(subscribe.features)
+        _check_holder(stream, self._streams)
+        _check_trust(stream, session, self._trusted)
+        _check_features(subscribe.features, self._fusion)
         calibration, wants_features = self._calibration(stream.drafter_id), bool(subscribe.features)
-        self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features))
+        subscription = session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features)
+        self.sender.snapshot(subscription)
         session.on_drafter_subscribed()
         self._host.wake()
-
-    def _check_holder(self, stream: UpstreamStream) -> None:
-        """Raise Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
-        Overloaded if its own are too many."""
-        same = [other for other in self._streams if other.admitted and other.drafter_id == stream.drafter_id]
-        if any(other.holder != stream.holder for other in same):
-            raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
-        if not stream.admitted and len(same) >= MAX_STREAMS:
-            raise Overloaded(f"a drafter has at most {MAX_STREAMS} streams here at a time")
-        stream.admit()
-
-    def _check_trust(self, stream: UpstreamStream, session: UpstreamSession) -> None:
-        """Raise Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
-        if session.drawn and stream.holder and name_of(stream.drafter_id) not in self._trusted:
-            raise Forbidden(
-                f"untrusted drafter: {session.rule.name} lets its drafter decide the text, and `trusted_drafters` of "
-                f"the verifier does not have {name_of(stream.drafter_id)!r}; add it there, or use shared-noise"
-            )
-
-    def _check_features(self, wanted: bytes) -> None:
-        if wanted and not self._fusion:
-            raise InvalidRequest(
-                "features", "this upstream gives none; start the verifier with the drafter's heads as its features"
-            )
-        if wanted and wanted != self._fusion:
-            raise InvalidRequest(
-                "features", "this verifier's are fused by other heads; give both the same folder, and start them anew"
-            )
 
     def _calibration(self, drafter_id: str) -> Calibration:
         if drafter_id not in self._calibrations and len(self._calibrations) >= DRAFTERS_REMEMBERED:
@@ -391,7 +287,7 @@ class UpstreamServicer:
             dropped = session.graft(subscription, delta, time.monotonic(), passing=self._host.progress.running)
         except DigestMismatch:
             self.refused += 1
-            self._snapshot(subscription)
+            self.sender.snapshot(subscription)
             return
         except OutriderError as error:
             log.warning("drafter %s is detached from a session: %s", stream.drafter_id, error)
@@ -400,7 +296,7 @@ class UpstreamServicer:
             return
         if message.exhausted:
             session.exhaust(subscription, message.root_position)
-        self.report_dropped(dropped)
+        self.sender.report_dropped(dropped)
         self._host.wake()
 
     def _refuse(self, stream: UpstreamStream, attachment: int, reason: str) -> None:
@@ -413,3 +309,40 @@ class UpstreamServicer:
         for subscription in list(stream.subscriptions.values()):
             subscription.session.unsubscribe(stream)
         self._host.wake()
+
+
+async def _write(stream: UpstreamStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; the reader gets the error
+        while (frame := await stream.next()) is not None:
+            await context.write(frame)
+
+
+def _check_holder(stream: UpstreamStream, streams: Collection[UpstreamStream]) -> None:
+    """Raise Forbidden if another holder has an open stream under the same id that a ticket has admitted, and
+    Overloaded if its own are too many."""
+    same = [other for other in streams if other.admitted and other.drafter_id == stream.drafter_id]
+    if any(other.holder != stream.holder for other in same):
+        raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
+    if not stream.admitted and len(same) >= MAX_STREAMS:
+        raise Overloaded(f"a drafter has at most {MAX_STREAMS} streams here at a time")
+    stream.admit()
+
+
+def _check_trust(stream: UpstreamStream, session: UpstreamSession, trusted: Collection[str]) -> None:
+    """Raise Forbidden if the session's rule takes the drafter's word for what was drawn, and it is not trusted."""
+    if session.drawn and stream.holder and name_of(stream.drafter_id) not in trusted:
+        raise Forbidden(
+            f"untrusted drafter: {session.rule.name} lets its drafter decide the text, and `trusted_drafters` of "
+            f"the verifier does not have {name_of(stream.drafter_id)!r}; add it there, or use shared-noise"
+        )
+
+
+def _check_features(wanted: bytes, fusion: bytes) -> None:
+    if wanted and not fusion:
+        raise InvalidRequest(
+            "features", "this upstream gives none; start the verifier with the drafter's heads as its features"
+        )
+    if wanted and wanted != fusion:
+        raise InvalidRequest(
+            "features", "this verifier's are fused by other heads; give both the same folder, and start them anew"
+        )

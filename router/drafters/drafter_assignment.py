@@ -343,7 +343,7 @@ class DrafterSet:
                 ticket=self._ticket_signer.sign(permit),
             )
             with client_span("outrider.v1.Drafter/Attach"):
-                stub = wire.DrafterStub(self._worker_pool.channel(worker))
+                stub = wire.DrafterStub(self._worker_pool.channels.to(worker))
                 answer = await stub.Attach(request, timeout=RPC_TIMEOUT_S, metadata=trace_metadata())
             self._obstacles.on_attached(placed, answer, self._attached)
             return True
@@ -362,7 +362,7 @@ class DrafterSet:
         self._obstacles.forget(worker)
         request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
         try:
-            await wire.DrafterStub(self._worker_pool.channel(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
+            await wire.DrafterStub(self._worker_pool.channels.to(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("drafter %s did not answer Detach: %s", worker.worker_id, from_rpc_error(error))
         finally:

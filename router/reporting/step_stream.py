@@ -158,7 +158,7 @@ class _WatchedSession:
         worker = next((one for one in self._router.worker_pool.listed if one.worker_id == worker_id), None)
         if worker is None:
             return
-        stub = wire.VerifierStub(self._router.worker_pool.channel(worker))
+        stub = wire.VerifierStub(self._router.worker_pool.channels.to(worker))
         call = stub.Watch(wire.WatchRequest(session_id=self._record.session_id))
         try:
             async for step in call:

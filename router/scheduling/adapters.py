@@ -97,9 +97,9 @@ class AdapterDirectory:
     async def _read(self, worker: Worker, model: str, folder: str) -> wire.ReadAdapterResponse:
         request = wire.ReadAdapterRequest(model=model, folder=folder)
         try:
-            found: wire.ReadAdapterResponse = await wire.VerifierStub(self._worker_pool.channel(worker)).ReadAdapter(
-                request, timeout=READ_S
-            )
+            found: wire.ReadAdapterResponse = await wire.VerifierStub(
+                self._worker_pool.channels.to(worker)
+            ).ReadAdapter(request, timeout=READ_S)
         except grpc.aio.AioRpcError as error:
             known: OutriderError = from_rpc_error(error)
             raise known from None

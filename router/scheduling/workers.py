@@ -10,20 +10,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
-import grpc.aio
-
 from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack_keys
 from outrider.core.session.protocol import SPOKEN
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, nearest
 from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.limits.rate_limits import ResidencyEma
-from outrider.rpc.channels import open_channel
-from outrider.rpc.tls import NAMES, Tls
+from outrider.rpc.tls import Tls
 from outrider.store.compatibility import incompatibility, incompatible_drafters
 from outrider.store.registry import Registry, Role, Worker
 from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
+from router.scheduling.worker_channels import WorkerChannels
 
-_RETIRED_CHANNEL_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed
 _SUSPECTED_S = 5.0  # how long a worker that failed is the last choice
 LISTING_MAX_AGE_S = 0.25  # a list of drafters may be this old: sessions ask for it all the time
 _ROOM_RETRY_S = 0.25  # a verifier that refused for lack of room gets one more try each time this has passed
@@ -44,16 +41,12 @@ class WorkerPool:
     def __init__(self, registry: Registry, zone: str = "", tls: Tls | None = None) -> None:
         self._registry = registry
         self._zone = zone
-        self._tls = tls
         self._listed: list[Worker] = []  # as last read
         self._foreign: list[Worker] = []  # announced at that read, under another protocol
         self._seen_at = float("-inf")  # monotonic time of that read
         self._registry_error: OutriderError | None = None  # why the last read failed
         self._refresh_lock = asyncio.Lock()
-        self._channels: dict[
-            str, grpc.aio.Channel
-        ] = {}  # by worker id; that of a dead process at an address would be in its backoff
-        self._retired: set[asyncio.Task[None]] = set()  # tasks that close channels once their calls have ended
+        self.channels = WorkerChannels(tls)
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
         self._suspects: dict[str, float] = {}  # worker id -> end of the suspicion
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours at its refusal, and when
@@ -125,10 +118,7 @@ class WorkerPool:
 
     async def refresh(self) -> None:
         """Read the registry. If the certificate was renewed, later calls use the new one."""
-        latest = self._tls and self._tls.renewed()
-        if latest is not self._tls:
-            self._tls = latest
-            self._retire_channels()
+        self.channels.renew()
         await self._refresh_listing(time.monotonic())
 
     def capacity(self, model: str) -> int | None:
@@ -159,12 +149,6 @@ class WorkerPool:
     def add_session(self, worker: Worker) -> None:
         """Count a session in, until `remove_session`. The worker's channel stays open that long."""
         self._placed[worker.worker_id] += 1
-
-    def channel(self, worker: Worker) -> grpc.aio.Channel:
-        """Return the one channel to a worker."""
-        if worker.worker_id not in self._channels:
-            self._channels[worker.worker_id] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
-        return self._channels[worker.worker_id]
 
     def remove_session(self, worker: Worker, stayed_s: float = 0.0) -> None:
         """Count a session out, which was served for `stayed_s` seconds."""
@@ -197,22 +181,6 @@ class WorkerPool:
                 self._refusals[worker.worker_id] = (self._placed[worker.worker_id] - 1, time.monotonic())
             case _:
                 self.suspect(worker)
-
-    async def close(self) -> None:
-        """Close all channels."""
-        for retired in self._retired:
-            retired.cancel()
-        while self._channels:
-            _, channel = self._channels.popitem()
-            await channel.close(None)
-
-    def _retire_channels(self) -> None:
-        """Let the channels take no further calls; running calls continue."""
-        while self._channels:
-            _, channel = self._channels.popitem()
-            task = asyncio.create_task(channel.close(_RETIRED_CHANNEL_S))
-            self._retired.add(task)
-            task.add_done_callback(self._retired.discard)
 
     def _available(self, role: Role) -> list[Worker]:
         """Return the workers of a role, the least loaded first."""
@@ -292,9 +260,7 @@ class WorkerPool:
         self._draining_ids &= ids
         self._logged_incompatible = {pair for pair in self._logged_incompatible if ids.issuperset(pair)}
         self._placed = +self._placed
-        unused = self._channels.keys() - ids - self._placed.keys()
-        for channel in [self._channels.pop(name) for name in unused]:
-            await channel.close(None)
+        await self.channels.keep(ids | self._placed.keys())
 
 
 def _protocols(worker: Worker) -> str:

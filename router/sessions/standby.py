@@ -81,7 +81,7 @@ class Standby:
             tenant=self._tenant,
             adapter=adapter_to_pb(self._adapter),
         )
-        await wire.VerifierStub(self._router.worker_pool.channel(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
+        await wire.VerifierStub(self._router.worker_pool.channels.to(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
         self.holder, self._read_tokens, self._retry_at = worker.worker_id, len(tokens), 0.0
 
     def _has_other_verifier(self, serving: Worker) -> bool:

@@ -260,7 +260,7 @@ async def test_the_last_events_may_arrive_after_the_end_of_their_call(monkeypatc
     taking = asyncio.create_task(routed.next())
     await asyncio.sleep(0.01)
     assert not taking.done()
-    last = _calls.pb.GenerateResponse(finished=_calls.pb.Finished())
+    last = pb.GenerateResponse(finished=pb.Finished())
     routed.receive(last)
     assert await taking == last
     assert await routed.next() is None

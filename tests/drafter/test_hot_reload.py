@@ -29,6 +29,7 @@ class Grower:
 
     def __init__(self) -> None:
         self.folders: list[Path] = []  # of the engines that it was given
+        self.members = self.fits = self
         self.agreed = self.compared = 0
 
     def replace_engine(self, engine: Any) -> None:

@@ -224,7 +224,7 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
         rig.commit([*rig.session(rig.scheduler.members[KEY].kv_slot.slot).tree.root.children][:1])
         await rig.rest()
         engine = rig.make_engine()
-        rig.scheduler.replace_engine(engine)
+        rig.scheduler.members.replace_engine(engine)
         rig.commit([7])
         await rig.rest()
         rig.scheduler.closed(KEY)
@@ -325,7 +325,7 @@ async def test_the_last_sessions_kv_is_evicted_first_and_read_again(monkeypatch:
             rig.commit([1, 2, 3, 4])
             await rig.rest()
         assert rig.cached() == len(rig.tokens) == 180
-        assert rig.scheduler.preempted > 0
+        assert rig.scheduler.members.preempted > 0
         assert rig.cached(last) == 0
         rig.scheduler.closed(KEY)
         await rig.until(lambda: rig.cached(last) == 60)

@@ -23,6 +23,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
+from outrider.upstream_server.drafter_sender import DrafterSender
 from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 
@@ -32,7 +33,7 @@ PLAN = Plan(version=1, depth=6, width=3, nodes=12)
 TERMS = Contract(seed=4, max_tokens=100)
 
 
-class Three:
+class Three(DrafterSender):
     """A lower drafter's copy, the relay over a session with a model, and the upstream's tree; what one sends, the
     next receives at once."""
 
@@ -77,9 +78,6 @@ class Three:
         digest = self.session.tree.digest
         snapshot = MirrorSnapshot(tuple(self.session.tokens), digest, self.session.contract, PLAN, credit)
         self.lower = Mirror(snapshot, first_id=self.lower.next_id)
-
-    def subscribe_waiting(self, session: UpstreamSession) -> None:
-        pass
 
     def draft_below(self, count: int) -> None:
         """The lower drafter adds some nodes anywhere."""

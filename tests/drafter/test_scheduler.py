@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.scheduler import DraftScheduler, ScheduledSession
+from drafter_svc.mirrored_sessions import ScheduledSession
+from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend

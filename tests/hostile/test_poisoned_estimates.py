@@ -96,7 +96,7 @@ def scheduler(**proposers: Any) -> StepScheduler:
 
 
 def opened(verifier: StepScheduler, terms: dict[str, Any]) -> VerifierSession:
-    return verifier.open(SessionStart("s", "", 1, TEXT, len(TEXT), contract(terms), PLAN, 64))
+    return verifier.sessions.open(SessionStart("s", "", 1, TEXT, len(TEXT), contract(terms), PLAN, 64))
 
 
 @contracts
@@ -123,7 +123,7 @@ def test_a_poisoned_session_does_not_change_arrival_estimates(terms: dict[str, A
         session.arrivals.restart(1.0, 1.0)
         session.arrivals.arrived(1.5, 4.0, passing=False)
 
-    assert changed(verifier.hold_policy.patterns(greedy=False), arrives) == (not terms)
+    assert changed(verifier.learning.hold_policy.patterns(greedy=False), arrives) == (not terms)
     assert session.arrivals.learned == 1
 
 
@@ -241,7 +241,7 @@ def drafts(terms: dict[str, Any]) -> tuple[DraftScheduler, Callable[[], Coroutin
         for _ in range(200):
             await asyncio.sleep(0.001)
             own = made.members[key].fits
-            if any(compared for _, compared in made.agreement().values()) or (own is not None and own.compared):
+            if any(compared for _, compared in made.fits.agreement().values()) or (own is not None and own.compared):
                 break
         running.cancel()
         with suppress(asyncio.CancelledError):
@@ -255,7 +255,7 @@ async def test_a_poisoned_session_does_not_change_a_drafters_fits_and_agreement(
     made, commits = drafts(terms)
     await commits()
     (own,) = [member.fits for member in made.members.values()]
-    compared = made.agreement()["hot"][1]
+    compared = made.fits.agreement()["hot"][1]
     assert (compared > 0) == (not terms)
     assert (own is not None and own.compared > 0) == bool(terms)
 

@@ -349,7 +349,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     for module in (
         "sessions.session_open",
         "sessions.commit_pump",
-        "sessions.generation",
+        "sessions.decode_attempts",
         "sessions.verifier_stream",
         "sessions.token_log",
         "api.servicer",

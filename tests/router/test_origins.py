@@ -40,7 +40,7 @@ async def details(call: Any, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
 async def test_a_text_never_continues_at_a_verifier_that_might_change_it(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], named: str, moves: bool
 ) -> None:
-    monkeypatch.setattr("router.sessions.generation.VERIFIER_WAIT_S", 0.5)
+    monkeypatch.setattr("router.sessions.decode_attempts.VERIFIER_WAIT_S", 0.5)
     first, foreign, same = (FakeVerifier(SCRIPT, pace_s=0.02) for _ in range(3))
     first.moves_after = 5 if moves else None
     async with running_router(redis_url) as rig, AsyncExitStack() as stack:

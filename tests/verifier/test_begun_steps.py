@@ -76,7 +76,7 @@ class Rig:
     def open(self, number: int, *, plan: Plan = OFF, window: int = 1000, **terms: Any) -> VerifierSession:
         contract = Contract(**{"seed": number, "max_tokens": LONG, **terms})
         start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, window)
-        return self.loop.open(start)
+        return self.loop.sessions.open(start)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -136,7 +136,7 @@ async def test_the_slot_of_a_closed_session_is_reused_at_once(folder: Path) -> N
     rig = Rig(folder, runs_on=True, slots=2)
     first, second = rig.open(0, temperature=0.0), rig.open(1, temperature=0.7)
     await rig.until(lambda: len(second.tokens) > len(TEXT) + 9)
-    rig.loop.close(second)
+    rig.loop.sessions.close(second)
     third = rig.open(2, temperature=0.7)
     await rig.until(lambda: first.finished and third.finished)
     await rig.close()
@@ -160,7 +160,7 @@ async def test_a_draining_verifier_begins_no_further_step(folder: Path) -> None:
     session = rig.open(0, temperature=0.0, max_tokens=200)
     await rig.until(lambda: len(session.tokens) > len(TEXT) + 5)
     drained = asyncio.Event()
-    rig.loop.begin_drain(drained.set)
+    rig.loop.sessions.begin_drain(drained.set)
     async with asyncio.timeout(10):
         await drained.wait()
     committed = len(session.tokens)
@@ -176,7 +176,7 @@ async def test_each_step_is_learned_from_once_including_the_last_before_a_rest(
 ) -> None:
     learned: list[float] = []  # seconds of the pass
     rig = Rig(folder, runs_on=True)
-    monkeypatch.setattr(rig.loop.metrics, "record_pass", lambda rows, seconds, waited: learned.append(seconds))
+    monkeypatch.setattr(rig.loop.learning.metrics, "record_pass", lambda rows, seconds, waited: learned.append(seconds))
     rig.engine.apart = apart
     for number in range(2):
         session = rig.open(number, temperature=0.0, max_tokens=20)

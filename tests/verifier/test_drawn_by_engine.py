@@ -75,7 +75,7 @@ async def generated(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Ch
     sessions = []
     for number, terms in enumerate(PLAIN + OTHERS):
         contract = Contract(seed=number, max_tokens=60, **terms)
-        session = loop.open(SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64))
+        session = loop.sessions.open(SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64))
         assert isinstance(session.ngram_proposer, LookaheadProposer) or session.drawn
         sessions.append(session)
     choices: list[list[Choice]] = []

@@ -53,7 +53,7 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
     async def generate(text: list[int], most: int) -> VerifierSession:
         nonlocal accepted
         contract = Contract(seed=len(text), max_tokens=most, temperature=1.0)
-        session = loop.open(SessionStart(f"s{len(text)}", "", 1, text, len(text), contract, PLAN, 256))
+        session = loop.sessions.open(SessionStart(f"s{len(text)}", "", 1, text, len(text), contract, PLAN, 256))
         assert session.heads is not None
         assert isinstance(session.fused, SessionFeatures)
         assert not session.features_known
@@ -65,7 +65,7 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
         fused = fusion.fuse(features_of(target, features, session.tokens))[:known]
         expected = torch.from_numpy(fused).view(torch.bfloat16).float()
         assert np.abs((rows - expected).numpy()).max() < 0.01 * float(expected.abs().max())
-        loop.close(session)
+        loop.sessions.close(session)
         return session
 
     running = asyncio.create_task(loop.run())
@@ -74,7 +74,7 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
     assert turn.kv_slot.cached > 40
     fork = await generate([*first.tokens[:20], 7], 30)
     assert (fork.kv_slot.cached, fork.kv_slot.source is None) == (20, False)
-    await loop.prefill([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3], "")
+    await loop.sessions.prefill([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3], "")
     assert (await generate([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4], 20)).kv_slot.cached == 12
     assert accepted > 5
     running.cancel()

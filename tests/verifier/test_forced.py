@@ -34,7 +34,7 @@ def opened(
 ) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=60, stop_ids=(EOS,), grammar=GRAMMAR, rule=rule, temperature=temperature)
     start = SessionStart("s", "", 1, TEXT, len(TEXT), contract, plan, 256, grammar=compiler.start(GRAMMAR))
-    return loop.open(start)
+    return loop.sessions.open(start)
 
 
 async def steps(loop: StepScheduler, session: VerifierSession) -> int:
@@ -42,7 +42,7 @@ async def steps(loop: StepScheduler, session: VerifierSession) -> int:
     while not session.finished:
         await stepped(loop, session)
         count += 1
-    loop.close(session)
+    loop.sessions.close(session)
     return count
 
 
@@ -65,4 +65,4 @@ async def test_no_token_is_forced_on_a_rule_that_compares_distributions(
     await stepped(loop, session)
     assert not session.tree.size
     assert session.tokens[-1] != EOS
-    loop.close(session)
+    loop.sessions.close(session)

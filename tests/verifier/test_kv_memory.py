@@ -66,7 +66,7 @@ async def finished(rig: Rig, sessions: Sequence[VerifierSession]) -> list[list[i
         assert rig.engine.kv_bytes_taken <= rig.engine.kv_bytes
         for session in sessions:
             if session.finished:
-                rig.loop.close(session)
+                rig.loop.sessions.close(session)
     raise AssertionError("they never ended")
 
 
@@ -77,7 +77,7 @@ def texts(count: int, length: int = 40) -> list[list[int]]:
 
 def begun(rig: Rig, name: str, prompt: Sequence[int], *, plan: Plan = OFF, most: int = 30) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=most)
-    return rig.loop.open(SessionStart(name, "", 1, prompt, len(prompt), contract, plan, 4096))
+    return rig.loop.sessions.open(SessionStart(name, "", 1, prompt, len(prompt), contract, plan, 4096))
 
 
 def open_all(rig: Rig, prompts: Sequence[Sequence[int]]) -> list[VerifierSession]:
@@ -94,9 +94,9 @@ async def test_texts_are_equal_with_kv_memory_for_all_sessions_or_hardly_one() -
     for pages in (0, 20):
         rig = bounded(pages)
         assert await finished(rig, open_all(rig, prompts)) == expected
-        assert rig.loop.preempted > 0
+        assert rig.loop.choice.memory.preempted > 0
         rig.loop.stop()
-    assert free.loop.preempted == 0
+    assert free.loop.choice.memory.preempted == 0
     free.loop.stop()
 
 
@@ -117,8 +117,8 @@ async def test_sessions_on_a_device_wait_for_one_another_too() -> None:
     rig = on_device(pages * free.engine.kv_bytes // (8 * pages_of(180 + SCRATCH) + 1))
     sessions = [begun(rig, f"s{number}", text, most=120, plan=PLAN) for number, text in enumerate(prompts)]
     assert await finished(rig, sessions) == expected
-    assert rig.loop.preempted > 0
-    assert (free.loop.preempted, rig.engine.kv_tokens) == (0, pages * PAGE_ROWS)
+    assert rig.loop.choice.memory.preempted > 0
+    assert (free.loop.choice.memory.preempted, rig.engine.kv_tokens) == (0, pages * PAGE_ROWS)
     for stopped in (free, rig):
         stopped.loop.stop()
 
@@ -129,7 +129,7 @@ async def test_the_first_in_line_is_never_preempted() -> None:
     while not first.finished:
         assert first in await rig.step() or first.unread > 1
         assert first.cached or first.unread > 1
-    assert min(other.cached for other in others) == 0 < rig.loop.preempted
+    assert min(other.cached for other in others) == 0 < rig.loop.choice.memory.preempted
     rig.loop.stop()
 
 
@@ -142,9 +142,9 @@ async def test_a_prompt_that_does_not_fit_is_not_begun_and_neither_is_the_one_be
     for _ in range(10):
         assert await rig.step() == [first]
     assert (long.cached, short.cached) == (len(TEXT), len(TEXT))  # what they share with the first
-    rig.loop.close(first)
+    rig.loop.sessions.close(first)
     assert long in await rig.step()  # what has ended makes room
-    assert rig.loop.preempted == 0
+    assert rig.loop.choice.memory.preempted == 0
     rig.loop.stop()
 
 
@@ -153,13 +153,13 @@ async def test_no_session_shares_rows_of_a_preempted_one() -> None:
     free, rig = bounded(None, 7), bounded(0, 7)
     (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
     sessions = open_all(rig, prompts)
-    while not rig.loop.preempted:
+    while not rig.loop.choice.memory.preempted:
         await rig.step()
     last = begun(rig, "last", prompts[-1])  # as the one that was preempted
     assert sessions[-1].cached == 0
     assert last.cached < len(prompts[-1]) - 1
     for session in sessions:
-        rig.loop.close(session)
+        rig.loop.sessions.close(session)
     assert await finished(rig, [last]) == [expected]
     free.loop.stop()
     rig.loop.stop()
@@ -175,7 +175,7 @@ async def test_rows_shared_by_sessions_count_once() -> None:
     others = [begun(rig, f"other {number}", [*prompt, number]) for number in range(7)]
     assert {first, *others} == {*await rig.step()}
     assert rig.engine.kv_bytes_taken < 1.6 * alone
-    assert rig.loop.preempted == 0
+    assert rig.loop.choice.memory.preempted == 0
     rig.loop.stop()
 
 

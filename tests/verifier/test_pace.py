@@ -26,7 +26,7 @@ async def no_keys() -> dict[bytes, float]:
 
 
 def publish(sink: UpstreamServicer, session: VerifierSession, commit: StepCommit) -> None:
-    sink.publish(session, commit.position, [choice.token for choice in commit.choices])
+    sink.sender.publish(session, commit.position, [choice.token for choice in commit.choices])
 
 
 async def assert_nothing_to_send(stream: UpstreamStream) -> None:
@@ -68,7 +68,7 @@ async def test_drafters_are_paused_while_a_step_runs_unless_they_still_prefill()
         delta = Delta(2, session.tree.digest, 1, (0,), (7,), (-0.5,))
         session.graft(session.subscriptions[stream], delta, 1.0, passing=False)
     session.exhaust(session.subscriptions[done], 2)
-    sink.pause(session)
+    sink.sender.pause(session)
     frame = await begun.next()
     assert frame is not None
     assert (frame.commit.position, list(frame.commit.tokens), frame.commit.price) == (3, [], 1.0)
@@ -86,7 +86,7 @@ async def test_a_change_of_the_plan_reaches_drafters_at_rest() -> None:
     session.subscribe(stream, 1, Calibration())
     session.terms.set_overlap_mode(OverlapMode.REST)
     publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
-    sink.refresh(session)
+    sink.sender.refresh(session)
     frame = await stream.next()
     assert frame is not None
     assert (list(frame.commit.tokens), frame.commit.price, frame.commit.plan.version) == ([7], 1.0, 1)
@@ -118,7 +118,7 @@ async def test_the_plan_decides_whether_drafters_may_draft_ahead(overlap: Overla
         session.terms.held_price = 70.0
         assert session.terms.overlap_mode is kept
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
-    sink.refresh(session)
+    sink.sender.refresh(session)
     frame = await stream.next()
     assert frame is not None
     assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.terms.ahead, not session.terms.ahead)

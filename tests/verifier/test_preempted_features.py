@@ -100,7 +100,7 @@ async def generated(
     commits: list[list[StepCommit]] = []
     for session in sessions:
         commits.append(await commits_of(session))
-        cluster.loop.close(session)
+        cluster.loop.sessions.close(session)
     commits[0].insert(0, first)
     return sessions, commits
 
@@ -249,8 +249,8 @@ async def test_features_of_a_preempted_session_are_kept_for_its_drafters(
         waited += sum(session.unread > 1 for session in begun)
         for session in sessions:
             if session.finished:
-                fused.loop.close(session)
-    assert fused.loop.preempted > 0
+                fused.loop.sessions.close(session)
+    assert fused.loop.choice.memory.preempted > 0
     assert waited > 20
     for session in sessions[:1] + sessions[-3:]:
         fused.check(session, target)

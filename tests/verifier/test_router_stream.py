@@ -36,7 +36,8 @@ class Opener:
 
 
 async def test_a_message_has_at_most_1024_commits_and_the_next_one_has_the_rest() -> None:
-    scheduler = SimpleNamespace(draining=False, progress=WorkClock(), close=lambda session: None)
+    sessions = SimpleNamespace(draining=False, close=lambda session: None)
+    scheduler = SimpleNamespace(sessions=sessions, progress=WorkClock())
     messages: list[pb.DecodeResponse] = []
     all_sent = asyncio.Event()
 

@@ -51,14 +51,14 @@ async def opened(
 ) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=ANSWER, stop_ids=(EOS,), grammar=grammar)
     place = None if grammar is None else await compiler.open(grammar, (), name)
-    return loop.open(SessionStart(name, name, 1, TEXT, len(TEXT), contract, plan, 256, grammar=place))
+    return loop.sessions.open(SessionStart(name, name, 1, TEXT, len(TEXT), contract, plan, 256, grammar=place))
 
 
 async def finished(loop: StepScheduler, session: VerifierSession) -> list[int]:
     async with asyncio.timeout(60):
         while not session.finished:
             await asyncio.sleep(0.005)
-    loop.close(session)
+    loop.sessions.close(session)
     return session.tokens
 
 

@@ -78,12 +78,12 @@ def opened(
     **terms: Any,
 ) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=most, **terms)
-    return loop.open(SessionStart(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
+    return loop.sessions.open(SessionStart(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
 
 
 def selected(loop: StepScheduler, *sessions: VerifierSession) -> StepBatch:
     """The step that the loop would take if only these sessions were ready."""
-    step, _ = loop.select(loop.base_works(sessions), time.monotonic())
+    step, _ = loop.choice.select(loop.choice.base_works(sessions), time.monotonic())
     return step
 
 
@@ -104,8 +104,8 @@ async def plain(loop: StepScheduler, **terms: Any) -> list[int]:
     """The text without drafts."""
     session = opened(loop, "plain", plan=OFF, **terms)
     tokens = [*await generated(loop, session)]
-    loop.close(session)
-    loop.slots.clear()
+    loop.sessions.close(session)
+    loop.sessions.slots.clear()
     return tokens
 
 
@@ -168,20 +168,20 @@ async def test_any_tree_keeps_the_targets_text_and_kv(loop: StepScheduler) -> No
     for session, text in zip(sessions, texts, strict=True):
         assert session.tokens == text
         accepted += sum(commit.report.accepted for commit in commits(session) if commit is not None)
-        loop.close(session)
+        loop.sessions.close(session)
     assert accepted > 40
     turns = []
     for number, (text, each) in enumerate(zip(texts, terms, strict=True)):  # they go on from the KV that was kept
         turn = opened(loop, str(number), [*text, 4, 5], most=60, **each)
         assert turn.kv_slot == (sessions[number].kv_slot.slot, len(text) - 1, None)
         turns.append(await generated(loop, turn))
-        loop.close(turn)
-    loop.slots.clear()
+        loop.sessions.close(turn)
+    loop.sessions.slots.clear()
     for turn, text, each in zip(turns, texts, terms, strict=True):
         cold = opened(loop, "cold", [*text, 4, 5], most=60, **each)
         assert await generated(loop, cold) == turn
-        loop.close(cold)
-        loop.slots.clear()
+        loop.sessions.close(cold)
+        loop.sessions.slots.clear()
 
 
 @pytest.mark.parametrize("plan", [PLAN, IN_ROUNDS], ids=["chosen", "whole"])
@@ -254,7 +254,7 @@ async def test_a_session_closed_during_a_pass_receives_no_tokens_of_it(loop: Ste
     step = asyncio.create_task(loop.step())
     while not loop.progress.running:
         await asyncio.sleep(0)
-    loop.close(gone)
+    loop.sessions.close(gone)
     await step
     assert gone.tokens == [*TEXT]
     assert commits(gone) == [None]
@@ -265,13 +265,13 @@ async def test_commits_are_sent_before_anything_is_learned_of_their_step(
     loop: StepScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, order = opened(loop, most=3), list[str]()
-    monkeypatch.setattr(loop.metrics, "record_pass", lambda *_: order.append("learned"))
+    monkeypatch.setattr(loop.learning.metrics, "record_pass", lambda *_: order.append("learned"))
     running = asyncio.create_task(loop.run())
     while (commit := await session.commits.get()) is not None:
         order.append("sent")
         session.commits.acknowledge(commit.position + 1)
         if commit.last:
-            loop.close(session)
+            loop.sessions.close(session)
     while order[-1] == "sent":
         await asyncio.sleep(0)
     running.cancel()
@@ -282,7 +282,7 @@ async def test_commits_are_sent_before_anything_is_learned_of_their_step(
 
 async def test_only_a_new_drafter_triggers_another_trial(loop: StepScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     reconsidered: list[bool] = []
-    monkeypatch.setattr(loop.steering.governor, "reconsider", lambda: reconsidered.append(True))
+    monkeypatch.setattr(loop.learning.steering.governor, "reconsider", lambda: reconsidered.append(True))
     for drafter in ("one", "one", "other", "one"):
         loop.on_drafter_connected(drafter)
     assert len(reconsidered) == 2
@@ -291,11 +291,11 @@ async def test_only_a_new_drafter_triggers_another_trial(loop: StepScheduler, mo
 async def test_a_draining_verifier_takes_no_session_and_sends_moved_to_all(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
-    loop.begin_drain(lambda: left.append(session.commits.moved))
+    loop.sessions.begin_drain(lambda: left.append(session.commits.moved))
     with pytest.raises(Moved):
         opened(loop, "late")
     with pytest.raises(Moved):
-        await loop.prefill(TEXT, "")
+        await loop.sessions.prefill(TEXT, "")
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
         while not left:
@@ -311,7 +311,7 @@ async def test_a_draining_verifier_takes_no_session_and_sends_moved_to_all(loop:
 async def test_prefilled_rows_belong_to_their_tenant_alone(loop: StepScheduler) -> None:
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
-        assert await loop.prefill(TEXT, "one") == len(TEXT) - 1
+        assert await loop.sessions.prefill(TEXT, "one") == len(TEXT) - 1
     assert opened(loop, "b", tenant="other").kv_slot.cached == 0
     assert opened(loop, "c", tenant="").kv_slot.cached == 0
     assert opened(loop, "a", tenant="one").kv_slot.cached == len(TEXT) - 1
@@ -369,8 +369,8 @@ async def test_a_session_copies_the_shared_prompt_of_a_running_session(loop: Ste
     for number, text in enumerate(texts):
         session = opened(loop, f"alone {number}", text, plan=OFF, most=100)
         alone.append([*await generated(loop, session)])
-        loop.close(session)
-        loop.slots.clear()
+        loop.sessions.close(session)
+        loop.sessions.slots.clear()
     first = opened(loop, "first", texts[0], plan=OFF, most=100)
     while len(first.tokens) < len(texts[0]) + 3:
         await stepped(loop, first)
@@ -384,7 +384,7 @@ async def test_a_session_copies_the_shared_prompt_of_a_running_session(loop: Ste
 
 
 async def test_a_step_reads_less_of_a_long_prompt_where_another_tenant_decodes(loop: StepScheduler) -> None:
-    loop.cost = CostModel([(1, 0.01), (100, 1.0)])
+    loop.learning.cost = CostModel([(1, 0.01), (100, 1.0)])
     decoding = opened(loop, "decoding", tenant="one")
     await stepped(loop, decoding)
     long = opened(loop, "long", TEXT * 20, tenant="another")

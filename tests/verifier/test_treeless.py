@@ -67,9 +67,9 @@ def loop_over(engine: Engine | Gate) -> StepScheduler:
 
 async def test_an_existing_tree_is_ignored_and_not_waited_for(engine: Engine) -> None:
     loop = loop_over(engine)
-    session = loop.open(start("a"))
+    session = loop.sessions.open(start("a"))
     session.tree.graft(1, Delta(session.tree.root.position, session.tree.digest, 1, (0, 1), (5, 6), (-0.125, -0.125)))
-    step, budget = loop.select(loop.base_works([session]), 0.0)
+    step, budget = loop.choice.select(loop.choice.base_works([session]), 0.0)
     assert step.works[0].nodes == []
     assert budget.nodes == 0
 
@@ -78,15 +78,15 @@ async def test_a_session_closed_during_a_pass_leaves_no_rows_to_the_next(engine:
     gate = Gate(engine)
     loop = loop_over(gate)
     running = asyncio.create_task(loop.run())
-    expected = await finish(loop.open(start("whole")))
-    first = loop.open(start("first"))
+    expected = await finish(loop.sessions.open(start("whole")))
+    first = loop.sessions.open(start("first"))
     await first.commits.get()
     gate.open.clear()
     gate.entered.clear()
     await asyncio.to_thread(gate.entered.wait, 10)
     committed = list(first.tokens)
-    loop.close(first)
-    second = loop.open(start("second", committed))
+    loop.sessions.close(first)
+    second = loop.sessions.open(start("second", committed))
     gate.open.set()
     assert len(TEXT) < len(committed) < len(expected)
     assert await finish(second) == expected
@@ -98,11 +98,11 @@ async def test_a_session_closed_during_a_pass_leaves_no_rows_to_the_next(engine:
 async def test_the_next_turn_continues_where_the_slot_ends(engine: Engine) -> None:
     loop = loop_over(engine)
     running = asyncio.create_task(loop.run())
-    expected = await finish(loop.open(start("whole")))
-    half = loop.open(start("half", most=10))
+    expected = await finish(loop.sessions.open(start("whole")))
+    half = loop.sessions.open(start("half", most=10))
     text = await finish(half)
-    loop.close(half)
-    rest = loop.open(start("rest", text))
+    loop.sessions.close(half)
+    rest = loop.sessions.open(start("rest", text))
     assert rest.kv_slot.cached == len(text) - 1
     assert await finish(rest) == expected
     running.cancel()

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from rich.box import SIMPLE
 from rich.table import Table
 
+from outrider.cli.command import figures_table
 from outrider.cli.performance.points import LoadPoint
 
 # Of Student's distribution, two-sided: 95 % lie within, by degrees of freedom from 1.
@@ -55,9 +55,8 @@ def compared(now: Sequence[float], before: Sequence[float]) -> ComparedRatio:
 
 def comparison_table(now: Sequence[LoadPoint], before: Sequence[LoadPoint]) -> Table:
     """Return a row for each load and mode that both runs have: tokens a second, and the ratio."""
-    table = Table(box=SIMPLE, show_edge=False, title="against the earlier run", title_justify="left")
-    for heading in ("callers", "", "before\ntok/s", "now\ntok/s", "\nratio", "\n95 % interval", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("callers", "", "before\ntok/s", "now\ntok/s", "\nratio", "\n95 % interval", "")
+    table = figures_table(*headings, title="against the earlier run", title_justify="left")
     for callers in dict.fromkeys(point.callers for point in now):
         for speculative in (False, True):
             sides = [

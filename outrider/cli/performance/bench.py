@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from outrider.cli.command import INTERRUPTED, Address, Profile, reported
+from outrider.cli.command import INTERRUPTED, Address, Profile, figures_table, reported
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -228,15 +228,11 @@ def _screen() -> Console:
 def _show(points: list[LoadPoint], earlier: list[LoadPoint] | None) -> None:
     from statistics import median
 
-    from rich.box import SIMPLE
-    from rich.table import Table
-
     from outrider.cli.performance.samples import paired_ratio
 
-    table = Table(box=SIMPLE, show_edge=False)
     columns = ("callers", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "wire B\na token")
-    for heading in (*columns, "first token, ms\nplain / spec.", "gap p50, ms\nplain / spec.", "p99, ms\nplain / spec."):
-        table.add_column(heading, justify="right", no_wrap=True)
+    times = ("first token, ms\nplain / spec.", "gap p50, ms\nplain / spec.", "p99, ms\nplain / spec.")
+    table = figures_table(*columns, *times)
 
     def median_of(chosen: list[LoadPoint], figure: str, scale: float, digits: int) -> str:
         values = [getattr(point, figure) for point in chosen if getattr(point, figure) is not None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.command import reported
+from outrider.cli.command import figures_table, reported
 from outrider.cli.performance.simulate import parse_policy, simulated_phases, total
 
 if TYPE_CHECKING:
@@ -66,16 +66,12 @@ def last_line(outcomes: dict[int, list[SimulationOutcome]]) -> str:
 
 
 def _print(scenario: Scenario, outcomes: dict[int, list[SimulationOutcome]]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from outrider.simulation.deployment import sum_outcomes
 
     console = Console(highlight=False)
-    table = Table(box=SIMPLE, show_edge=False)
-    for heading in ("drafters", "tokens\na second", "times\nplain", "tokens\na step", "drafters\nbusy"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table("drafters", "tokens\na second", "times\nplain", "tokens\na step", "drafters\nbusy")
     for count, phases in outcomes.items():
         combined = sum_outcomes(phases)
         table.add_row(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from outrider.cli.command import figures_table
 from outrider.cli.verification.compare import GenerationPair, Verdict, repeated_share
 from outrider.client import Generation
 
 
 def print_report(screen: Console, pairs: Sequence[GenerationPair], dtype: str, seconds: float) -> None:
     """Print a table with a row for each temperature and one for all, and a note on how to read it."""
-    table = Table(box=SIMPLE, show_edge=False)
     columns = ("T", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "plain\nsteps", "spec.\nsteps")
-    for heading in (*columns, "wire B\na token", "repeated\n4-grams"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(*columns, "wire B\na token", "repeated\n4-grams")
     temperatures = list(dict.fromkeys(pair.temperature for pair in pairs))
     for temperature in temperatures:
         table.add_row(f"{temperature:g}", *_row([pair for pair in pairs if pair.temperature == temperature]))

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from outrider.cli.command import figures_table
 from outrider.cli.performance.load import ChatPrompt, request_of
 from outrider.cli.performance.questions import Question
 
@@ -135,13 +136,8 @@ def accept_lengths(answer: Generation) -> Iterator[int]:
 
 def answers_table(answered: Sequence[AnsweredQuestion]) -> Table:
     """Return a row for each category and one for all: tokens a second of both ways, and what a step committed."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, show_edge=False)
     columns = ("category", "questions", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "same\ntexts")
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(*columns)
     for category in [*dict.fromkeys(one.question.category for one in answered), None]:
         here = [one for one in answered if category in (None, one.question.category)]
         if category is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import typer
 
-from outrider.cli.command import reported
+from outrider.cli.command import figures_table, reported
 from outrider.cli.flags import TLS
 from outrider.core.session.speculation_status import printable
 
@@ -215,12 +215,7 @@ def _print_facts(screen: Console, facts: Rows) -> None:
 
 
 def _print_costs(screen: Console, costs: Costs, how: str) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, show_edge=False)
-    for heading in ("tokens\na pass", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table("tokens\na pass", "ms")
     for tokens, seconds in costs.items():
         table.add_row(str(tokens), f"{seconds * 1e3:.2f}")
     screen.print()

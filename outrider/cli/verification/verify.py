@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outrider.cli.command import FAILURE, INTERRUPTED
+from outrider.cli.command import FAILURE, INTERRUPTED, figures_table
 from outrider.core.session.contract import SHARED_NOISE, RuleName
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -159,15 +159,11 @@ def verify(
 
 def print_report(cases: Sequence[VerifyCase]) -> None:
     """Print a table with a row for each temperature, and a line for each difference."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     screen = Console(highlight=False)
-    table = Table(box=SIMPLE, show_edge=False)
     headings = ("T", "texts", "tokens", "same", "near\nties", "bugs", "accept.\nlength")
-    for heading in (*headings, "transf.\nsame", "near\nties", "bugs"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(*headings, "transf.\nsame", "near\nties", "bugs")
     for temperature in dict.fromkeys(case.temperature for case in cases):
         row = [case for case in cases if case.temperature == temperature]
         steps = sum(case.speculative.usage.steps for case in row)

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.core.acceptance.rejection import remove_token
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, VerifiedRows, Walk, accepted_walk
+from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 
 
@@ -17,7 +17,7 @@ class _Verdict(NamedTuple):
     p: FloatRow  # of the token after them
 
 
-class TraversalVerification:
+class TraversalVerification(Rule):
     """Visits leaves first. With alpha(root) = 1 and alpha(child) = min(1, alpha(parent) p / q), a leaf is accepted,
     with its whole path, with probability alpha. A rejected leaf is removed; at its parent, p becomes norm(max(alpha p -
     q, 0)), q loses the token, and alpha becomes S / (S + 1 - alpha), where S is the sum of max(alpha p - q, 0).
@@ -27,8 +27,6 @@ class TraversalVerification:
 
     name = "traversal-verification"
     child_sampling = ChildSampling.SAMPLED
-    lossy = False
-    chain = False
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:
         """Visit nodes until one is accepted; the root always is."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, VerifiedRows, Walk
+from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk
 from outrider.core.sampling.sampler import Choice
 
 
-class SharedNoise:
+class SharedNoise(Rule):
     """The target's token is argmax(log p + g), whatever was drafted, and drafters know the noise g.
 
     At temperature 0 there is no noise, so the rule is exact greedy matching.
@@ -20,15 +20,13 @@ class SharedNoise:
 
     name = "shared-noise"
     child_sampling = ChildSampling.FREELY
-    lossy = False
-    chain = False
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:
         """Follow the target's own tokens. Only the rows of the accepted path are evaluated."""
         return _follow(rows, judge.choose)
 
 
-class TargetMatch:
+class TargetMatch(Rule):
     """The target's token is drawn from p, by a draw that its position alone decides: the usual rule for trees of top
     tokens.
 
@@ -37,8 +35,6 @@ class TargetMatch:
 
     name = "target-match"
     child_sampling = ChildSampling.RANKED
-    lossy = False
-    chain = False
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:
         """Follow tokens drawn from p."""

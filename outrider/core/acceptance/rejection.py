@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, VerifiedRows, Walk, accepted_walk
+from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 
 
-class RecursiveRejection:
+class RecursiveRejection(Rule):
     """A drawn child x is accepted with probability min(1, p(x) / q(x)). Otherwise p becomes the residual distribution
     norm(max(p - q, 0)), q loses x, and the next sibling is tried. The token after the path is drawn from the final p.
 
@@ -18,8 +18,6 @@ class RecursiveRejection:
 
     name = "recursive-rejection"
     child_sampling = ChildSampling.SAMPLED
-    lossy = False
-    chain = False
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:
         """Go down from the root, child by child."""

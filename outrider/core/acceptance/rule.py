@@ -58,8 +58,8 @@ class Rule(Protocol):
 
     name: str
     child_sampling: ChildSampling
-    lossy: bool  # whether the text's distribution differs from the target's own
-    chain: bool  # whether the rule is for a single drafted path
+    lossy: bool = False  # whether the text's distribution differs from the target's own
+    chain: bool = False  # whether the rule is for a single drafted path
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:
         """Return the accepted path and the committed tokens: those of the path, and one token after it."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, VerifiedRows, Walk, accepted_walk
+from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 
 
-class TypicalAcceptance:
+class TypicalAcceptance(Rule):
     """A node is accepted if p(x) > min(epsilon, delta * exp(-H(p))): the higher the target's entropy H, the lower the
     threshold. The longest accepted path is committed, the likeliest of several; the token after it is drawn from p.
 
@@ -18,7 +18,6 @@ class TypicalAcceptance:
     name = "typical-acceptance"
     child_sampling = ChildSampling.RANKED
     lossy = True
-    chain = False
 
     def __init__(self, epsilon: float, delta: float) -> None:
         """`epsilon` is the upper threshold, `delta` the factor of the entropy's; Medusa uses delta = sqrt(epsilon)."""

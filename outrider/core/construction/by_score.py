@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from outrider.core.construction.construction import TreeTerms
+from outrider.core.construction.construction import Construction, TreeTerms
 from outrider.core.construction.expansion import floor_score, frontier, propose
 from outrider.core.session.contract import Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 
 
-class BestFirst:
+class BestFirst(Construction):
     """Expands the best unexpanded nodes of the whole tree, up to what a step can hold, and sends new nodes at once.
 
     The default construction; see `outrider.core.construction.expansion`.
@@ -25,10 +25,6 @@ class BestFirst:
     name = "best-first"
     guesses = True
 
-    def width(self, plan: Plan) -> int:
-        """Return the plan's width."""
-        return plan.width
-
     def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the best unexpanded nodes by path score, across levels."""
         return frontier(tree, terms.plan, terms.price, terms.limit, ahead=terms.ahead)
@@ -36,10 +32,6 @@ class BestFirst:
     def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Add, and return for sending, the candidates whose path score is at least the price."""
         return propose(tree, node, scored, floor_score(terms.price, ahead=terms.ahead))
-
-    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
-        """Return nothing: all nodes were sent at once."""
-        return []
 
 
 class OptTree(BestFirst):
@@ -79,7 +71,7 @@ class OptTree(BestFirst):
         return sum(score for score, _ in best) - sum(score for score, _ in before)
 
 
-class Eagle2:
+class Eagle2(Construction):
     """Expands the best k nodes of each level, down to the plan's depth; then sends the best n of all drafted nodes, and
     none before.
 
@@ -88,11 +80,6 @@ class Eagle2:
     """
 
     name = "eagle-2"
-    guesses = False
-
-    def width(self, plan: Plan) -> int:
-        """Return the plan's width."""
-        return plan.width
 
     def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the unexpanded ones of the best k nodes of the first level that has any."""

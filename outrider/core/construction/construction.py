@@ -30,18 +30,17 @@ class Construction(Protocol):
     """
 
     name: str
-    guesses: bool  # whether the tree may hold nodes that no model has scored
+    guesses: bool = False  # whether the tree may hold nodes that no model has scored
 
     def width(self, plan: Plan) -> int:
         """Return the largest number of children of a node."""
-        ...
+        return plan.width
 
     def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the nodes to expand in the next pass: at most `terms.limit`, parents before children.
 
         The root comes first if it is not expanded. An empty list means that the tree is complete.
         """
-        ...
 
     def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Expand `node` with its best candidates and the logarithms of their probabilities, best first: [<= width].
@@ -49,8 +48,7 @@ class Construction(Protocol):
         Return the nodes to send, parents before children. A repeated call adds candidates that were left out before and
         are wanted now.
         """
-        ...
 
     def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the nodes that were held back, to be sent when nothing more is expanded, parents before children."""
-        ...
+        return []

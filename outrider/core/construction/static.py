@@ -5,28 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from outrider.core.construction.construction import TreeTerms
+from outrider.core.construction.construction import Construction, TreeTerms
 from outrider.core.session.contract import Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.static_trees import Shape, best_shape, chain_shape, k_ary_shape, priced_shape
 from outrider.core.tree.token_tree import TokenTree
 
 
-class StaticConstruction(ABC):
+class StaticConstruction(Construction, ABC):
     """A construction with a fixed shape: the number of a node's children depends only on the ranks along its path. A
     node's children are its best candidates."""
-
-    name: str
-    guesses = False
 
     @abstractmethod
     def shape(self, terms: TreeTerms) -> Shape:
         """Return a shape of at most `plan.nodes` nodes and depth `plan.depth`; at any depth at most `limit` nodes have
         children."""
-
-    def width(self, plan: Plan) -> int:
-        """Return the plan's width."""
-        return plan.width
 
     def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the unexpanded nodes of the shallowest level that has some with children in the shape."""
@@ -41,10 +34,6 @@ class StaticConstruction(ABC):
         wanted = next((len(below) for level in self._levels(tree, terms) for at, below in level if at is node), 0)
         new = [(token, edge) for token, edge in scored[:wanted] if token not in node.children]
         return [tree.add(node, token, edge) for token, edge in new[: max(0, wanted - len(node.children))]]
-
-    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
-        """Return nothing: all nodes were sent at once."""
-        return []
 
     def _levels(self, tree: TokenTree, terms: TreeTerms) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield the tree's nodes that are in the shape, level by level from the root, each with the shape below it."""

@@ -78,7 +78,6 @@ class ContinuationSource(Protocol):
         `text_end` holds the text's last tokens: all, or at least as many as the longest match that the source looks
         for.
         """
-        ...
 
 
 class BestOf:
@@ -102,7 +101,6 @@ class Trie(Protocol):
 
     def children(self) -> Iterable[Branch]:
         """Return the tokens that may follow. Their probabilities sum to at most 1."""
-        ...
 
 
 class Branch(NamedTuple):

@@ -26,7 +26,7 @@ from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
 from outrider.engine.interface.features import Features
-from outrider.engine.interface.logits import BestTokens, Logits
+from outrider.engine.interface.logits import BestTokens, HostLogits, Logits
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.tensor_parallel.group import ALONE, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
@@ -246,7 +246,7 @@ class CpuEngine(Engine):
 _NO_TOKENS, _NO_SCORES = np.empty((0, 0), np.int64), np.empty((0, 0))
 
 
-class _DrawnLogits:
+class _DrawnLogits(HostLogits):
     """Logits with the tokens that the engine has drawn from them; see `Logits`."""
 
     def __init__(
@@ -256,15 +256,10 @@ class _DrawnLogits:
         tokens: NDArray[np.int64],
         scores: NDArray[np.float64],
     ) -> None:
-        self.vocabulary = rows.shape[1]
-        self._rows = rows
+        super().__init__(rows)
         self._drawn = drawn
         self._tokens = tokens
         self._scores = scores
-
-    def row(self, index: int) -> NDArray[np.float32]:
-        row: NDArray[np.float32] = self._rows[index]
-        return row
 
     def choice(self, index: int) -> Choice | None:
         if not self._drawn[index] or self._tokens[index, 0] < 0:  # not on the path, or the logits are NaN

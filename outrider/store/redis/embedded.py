@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 from urllib.parse import quote
 
@@ -88,9 +87,7 @@ class EmbeddedRedis:
         self._server = _RedisServer(find_server(), self._data, self._host)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._require_server().stop()
         self._server = None
 

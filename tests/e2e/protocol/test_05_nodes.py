@@ -92,8 +92,8 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
         for ago in range(HoldTrials.LAST, -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
-        _, budget = loop.select(loop.base_works([session]), 0.0)
-        return loop.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)
+        _, budget = loop.choice.select(loop.choice.base_works([session]), 0.0)
+        return loop.learning.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):
@@ -102,7 +102,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
 
     def commit(token: int) -> None:
         session.commit([Choice(token, 1.0, b"")], StepReport(), now=1e-9)
-        sink.publish(session, len(session.tokens) - 1, [token])
+        sink.sender.publish(session, len(session.tokens) - 1, [token])
         session.cached = len(session.tokens) - 1
 
     commit(7)

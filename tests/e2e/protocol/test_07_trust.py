@@ -441,8 +441,8 @@ async def test_no_session_has_more_than_twice_its_fair_share_of_a_step_where_sev
         edge = -0.5 if number else 0.0
         session.tree.graft(1, Delta(2, extend(EMPTY, tokens), 1, (0,) * count, tuple(range(count)), (edge,) * count))
         sessions.append(session)
-    step, budget = loop.select(loop.base_works(sessions), 0.0)
+    step, budget = loop.choice.select(loop.choice.base_works(sessions), 0.0)
     assert [len(work.nodes) for work in step.works] == [2 * 64 // 4, 5, 5, 5]
-    alone, _ = loop.select(loop.base_works(sessions[:1]), 0.0)
+    alone, _ = loop.choice.select(loop.choice.base_works(sessions[:1]), 0.0)
     assert [len(work.nodes) for work in alone.works] == [64]
     assert budget.nodes == 47

@@ -35,7 +35,7 @@ async def test_concurrent_sessions_share_one_look_at_the_registry(redis_url: str
         assert registry.asked == 2  # calls that came during a look wait for one more look
         assert len(await worker_pool.drafters(b"digest")) == 1
         assert registry.asked == 2
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -47,7 +47,7 @@ async def test_a_role_without_workers_counts_as_zero(redis_url: str) -> None:
     async with announced(FakeVerifier([1]), registry, b"digest"):
         await worker_pool.verifiers("target")
     assert worker_pool.counts() == {"verifier": 1, "drafter": 0}
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -61,7 +61,7 @@ async def test_a_cancelled_registry_look_does_not_serve_other_calls(redis_url: s
         await asyncio.sleep(0.01)
         first.cancel()
         assert len(await second) == 1
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -85,21 +85,21 @@ async def test_a_worker_at_the_address_of_a_dead_one_is_not_avoided(redis_url: s
     await registry.announce(worker("before"), ttl_s=30.0)
     (before,) = await worker_pool.verifiers("m")
     worker_pool.add_session(before)
-    channel = worker_pool.channel(before)
+    channel = worker_pool.channels.to(before)
     worker_pool.on_failure(before, Unavailable("it died"))
     await registry.announce(worker("after"), ttl_s=30.0)
     first, last = await worker_pool.verifiers("m")
     assert (first.worker_id, worker_pool.suspected(first), worker_pool.sessions(first)) == ("after", False, 0)
     assert (last.worker_id, worker_pool.suspected(last), worker_pool.sessions(last)) == ("before", True, 1)
-    assert worker_pool.channel(first) is not channel  # the old channel would pause before it connects again
+    assert worker_pool.channels.to(first) is not channel  # the old channel would pause before it connects again
     assert worker_pool.is_listed("after")
-    kept, channel = (worker_pool.channel(worker) for worker in (first, last))
+    kept, channel = (worker_pool.channels.to(worker) for worker in (first, last))
     await registry.withdraw(last)
     worker_pool.remove_session(last)
     assert [it.worker_id for it in await worker_pool.verifiers("m")] == ["after"]
-    assert worker_pool.channel(first) is kept
-    assert worker_pool.channel(last) is not channel
-    await worker_pool.close()
+    assert worker_pool.channels.to(first) is kept
+    assert worker_pool.channels.to(last) is not channel
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -126,7 +126,7 @@ async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_a
         "drafter d1:1 is not used: the drafters were trained for another target (drafter d1:1 is m, trained for "
         "another model than m at v2:1); train one for this target, or start the drafter with --any-target"
     ]
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -151,7 +151,7 @@ async def test_rules_that_draw_from_q_have_the_drafters_that_the_verifier_trusts
         why = worker_pool.why_no_drafter(verifier, sampled=True)
         assert why.reason is SpeculationReason.RULE
         assert "drafter-00c0ffee is not among the trusted_drafters of m at v:1" in why.explanation
-        await worker_pool.close()
+        await worker_pool.channels.close()
 
 
 async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(
@@ -173,7 +173,7 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(
     await worker_pool.refresh()
     assert worker_pool.misfits("m") == []
     assert sum("drafter d0:1 is not used" in message for message in caplog.messages) == 2  # it was a new one again
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -201,7 +201,7 @@ async def test_drafters_in_the_verifiers_zone_rank_first_and_recently_failed_one
     (suspect,) = [drafter for drafter in await worker_pool.drafters(b"digest") if drafter.worker_id == "nearer"]
     worker_pool.suspect(suspect)
     assert await order(verifier) == ["near", "anywhere", "far", "nearer"]
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()
 
 
@@ -225,5 +225,5 @@ async def test_a_text_goes_to_the_verifier_that_read_its_prefix_for_the_same_ten
     assert order(text, "another's") == "ab"
     assert order(text[1:], "mine") == "ab"
     assert order(text, "mine", holder="a") == "ab"
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()

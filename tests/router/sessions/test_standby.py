@@ -38,7 +38,7 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
             standby.follow(tokens, serving)  # it has all of it
             await router.background.drain(1.0)
             assert fresh.warmed == [("tenant", len(tokens))]
-    await router.worker_pool.close()
+    await router.worker_pool.channels.close()
     await client.aclose()
 
 
@@ -64,5 +64,5 @@ async def test_a_standby_reads_tokens_that_are_committed_while_it_reads(redis_ur
                 2 * MIN_MISSING_TOKENS,
                 3 * MIN_MISSING_TOKENS,
             ]  # less than that is missing
-    await router.worker_pool.close()
+    await router.worker_pool.channels.close()
     await client.aclose()

@@ -98,7 +98,7 @@ async def test_commits_before_a_malformed_one_count_and_later_ones_do_not() -> N
     assert isinstance(event, ReceivedCommit)
     assert event.position == 3
     for _ in range(2):
-        with pytest.raises(Unavailable, match="sent 1 gaps for 2 tokens"):
+        with pytest.raises(Unavailable, match="gaps: are 1 for 2 tokens"):
             await stream.next()
 
 

@@ -24,7 +24,7 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
     worker_pool = WorkerPool(registry)
     router: Any = SimpleNamespace(
         worker_pool=worker_pool,
-        verifier_links=VerifierLinks(worker_pool.channel, 5.0),
+        verifier_links=VerifierLinks(worker_pool.channels.to, 5.0),
         config=SimpleNamespace(window=8, lease_s=5.0),
     )
     contract = Contract(seed=1, max_tokens=4)
@@ -38,10 +38,10 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
     token_log: Any = SimpleNamespace(tokens=[1, 2], epoch=1, origin=None)
     async with announced(FakeVerifier([1]), registry, MODEL.digest):
         (worker,) = await worker_pool.verifiers(MODEL.name)
-        await worker_pool.channel(worker).close()
+        await worker_pool.channels.to(worker).close()
         with pytest.raises(grpc.aio.UsageError, match="closed"):
             async with open_stream(router, opened, token_log, contract, OFF, "", lambda _: None, []):
                 pass
         assert worker_pool.sessions(worker) == 0
-    await worker_pool.close()
+    await worker_pool.channels.close()
     await client.aclose()

@@ -117,7 +117,7 @@ class Cluster:
         self, number: int, plan: Plan = PLAN, text: Sequence[int] = TEXT, most: int = 60, **terms: Any
     ) -> VerifierSession:
         contract = Contract(seed=number, max_tokens=most, **terms)
-        return self.loop.open(SessionStart(f"s{number}", "", 1, text, len(text), contract, plan, 256))
+        return self.loop.sessions.open(SessionStart(f"s{number}", "", 1, text, len(text), contract, plan, 256))
 
     async def __aenter__(self) -> Cluster:
         self.running = asyncio.create_task(self.loop.run())
@@ -236,8 +236,8 @@ async def test_forks_turns_and_cancels_leave_other_texts_alone(
         first, second = cluster.open(0, most=40, temperature=0.0), cluster.open(1, most=90, temperature=1.0)
         gone = cluster.open(2, text=(9, 9, 1), most=90, temperature=0.0)
         await commits_of(first)
-        cluster.loop.close(first)
-        cluster.loop.close(gone)
+        cluster.loop.sessions.close(first)
+        cluster.loop.sessions.close(gone)
         fork = cluster.open(4, text=[*first.tokens[:20], 7], most=20, temperature=0.5)
         assert fork.kv_slot.cached == 20
         assert fork.kv_slot.source is not None

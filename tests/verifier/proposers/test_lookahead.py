@@ -61,7 +61,7 @@ def loop_of(cost: CostModel, max_nodes: int = 64) -> StepScheduler:
 
 
 def select(loop: StepScheduler, sessions: list[VerifierSession]) -> tuple[StepBatch, VerificationBudget]:
-    return loop.select(loop.base_works(sessions), 0.0)
+    return loop.choice.select(loop.choice.base_works(sessions), 0.0)
 
 
 def step_of(sessions: list[VerifierSession], cost: CostModel, max_nodes: int = 64) -> StepBatch:
@@ -194,7 +194,7 @@ async def test_a_window_in_every_step_keeps_the_targets_text(folder: Path, engin
         sessions = []
         for number, each in enumerate(terms):
             contract = Contract(seed=number, max_tokens=60, **each)
-            session = loop.open(SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, 64))
+            session = loop.sessions.open(SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, 64))
             if isinstance(session.ngram_proposer, LookaheadProposer):
                 session.ngram_proposer.trial_gate = Always()
             sessions.append(session)

@@ -19,17 +19,21 @@ from outrider.errors import InvalidRequest
 class GammaPolicy(Protocol):
     """Receives every step of one session in order. The plan's version rises when, and only when, the plan changes."""
 
+    _plan: Plan
+
     def observe(self, report: StepReport) -> None:
         """Add one step."""
 
     def plan(self) -> Plan:
         """Return the ceilings for the next steps."""
+        return self._plan
 
     def estimates(self) -> dict[str, Any]:
         """Return what the policy decides from."""
+        return {"depth": self._plan.depth}
 
 
-class FixedGamma:
+class FixedGamma(GammaPolicy):
     """Keeps the same ceilings for the whole generation."""
 
     def __init__(self, ceilings: Plan) -> None:
@@ -37,14 +41,6 @@ class FixedGamma:
 
     def observe(self, report: StepReport) -> None:
         """Do nothing."""
-
-    def plan(self) -> Plan:
-        """Return the ceilings."""
-        return self._plan
-
-    def estimates(self) -> dict[str, Any]:
-        """Return the depth."""
-        return {"depth": self._plan.depth}
 
 
 class RoundsPolicy(FixedGamma):
@@ -65,7 +61,7 @@ class NoSpeculation(FixedGamma):
         super().__init__(OFF)
 
 
-class AcceptanceEMA:
+class AcceptanceEMA(GammaPolicy):
     """Sets the depth from a moving average of accepted tokens per step: twice the average plus two, up to the ceiling.
 
     The depth is larger than the average acceptance, so that it can also follow acceptance upward. Steps that verified
@@ -95,16 +91,12 @@ class AcceptanceEMA:
             self._plan = replace(self._plan, version=self._plan.version + 1, depth=wanted)
             self._steps = 0
 
-    def plan(self) -> Plan:
-        """Return the ceilings with the present depth."""
-        return self._plan
-
     def estimates(self) -> dict[str, Any]:
         """Return the depth and the average."""
         return {"depth": self._plan.depth, "accepted_per_step": self._average.mean}
 
 
-class Heuristic:
+class Heuristic(GammaPolicy):
     """Raises the depth by two after a step that accepted its deepest verified level, else lowers it by one; at least 1.
 
     Source: `heuristic` of the assistant's `num_assistant_tokens_schedule` in Hugging Face transformers.
@@ -122,14 +114,6 @@ class Heuristic:
         depth = max(1, min(self._ceiling, deeper))
         if depth != self._plan.depth:
             self._plan = replace(self._plan, version=self._plan.version + 1, depth=depth)
-
-    def plan(self) -> Plan:
-        """Return the ceilings with the present depth."""
-        return self._plan
-
-    def estimates(self) -> dict[str, Any]:
-        """Return the depth."""
-        return {"depth": self._plan.depth}
 
 
 POLICIES: dict[str, Callable[[Plan, AcceptancePriors], GammaPolicy]] = {

@@ -13,13 +13,18 @@ struct Object {
   PyObject_HEAD
   Model* model;
   std::atomic<bool>* busy;
+  ~Object() { delete model, delete busy; }
 };
+
+Model& model_of(const Object& self) {
+  if (!self.model) throw std::logic_error("the model was not made");
+  return *self.model;
+}
 
 // Guards a call: one at a time, without the interpreter's lock.
 class ExclusiveCall {
  public:
-  explicit ExclusiveCall(Object* self) : busy_(*self->busy) {
-    if (!self->model) throw std::logic_error("the model was not made");
+  explicit ExclusiveCall(Object& self) : busy_(*self.busy) {
     if (busy_.exchange(true)) throw std::logic_error("another thread is using this model");
     state_ = PyEval_SaveThread();
   }
@@ -37,6 +42,7 @@ struct AdapterObject {
   PyObject_HEAD
   Adapter* adapter;
   bool used;  // by a pass, which may be running: it cannot be changed any more
+  ~AdapterObject() { delete adapter; }
 };
 
 PyObject* adapter_type = nullptr;
@@ -74,8 +80,7 @@ std::unique_ptr<Exchange> exchange_of(int rank, double timeout_s, PyObject* sock
   return std::make_unique<Exchange>(std::move(connected), rank, timeout_s);
 }
 
-int make(PyObject* object, PyObject* args, PyObject*) {
-  auto* self = reinterpret_cast<Object*>(object);
+void make(Object& self, PyObject* args) {
   const char *kind, *head_kind, *instructions;
   Shape it;
   double eps;
@@ -86,40 +91,25 @@ int make(PyObject* object, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
                         &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
                         &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
-    return -1;
+    throw PythonError();
   it.eps = float(eps);
   it.kv_bytes = size_t(kv_bytes);
-  PyObject* made = guarded([&]() -> PyObject* {
-    if (self->model) throw std::logic_error("a model is made once");
-    for (int size : {it.vocabulary, it.unpadded_vocabulary, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
-                     it.positions, it.slots, it.rows, threads})
-      if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
-    if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.unpadded_vocabulary > it.vocabulary || threads > 1024)
-      throw std::invalid_argument("the sizes of the model do not fit one another");
-    const Kernels* kernels = kernels_named(instructions);
-    if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);
-    const Py_ssize_t angles = Py_ssize_t(it.positions) * (it.dim / 2);
-    const Buffer c(cosines, false), s(sines, false);
-    FeatureRequest wanted;
-    wanted.every = every;
-    wanted.layers = integers(layers);
-    self->busy = new std::atomic<bool>(false);
-    self->model = new Model(it, kind_named(kind), kind_named(head_kind), threads, *kernels, c.as<float>('f', angles),
-                            s.as<float>('f', angles), std::move(wanted), exchange_of(rank, timeout_s, sockets, it));
-    return nothing();
-  });
-  if (!made) return -1;
-  Py_DECREF(made);
-  return 0;
-}
-
-void discard(PyObject* object) {
-  auto* self = reinterpret_cast<Object*>(object);
-  PyTypeObject* type = Py_TYPE(object);
-  delete self->model;
-  delete self->busy;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  if (self.model) throw std::logic_error("a model is made once");
+  for (int size : {it.vocabulary, it.unpadded_vocabulary, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
+                   it.positions, it.slots, it.rows, threads})
+    if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
+  if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.unpadded_vocabulary > it.vocabulary || threads > 1024)
+    throw std::invalid_argument("the sizes of the model do not fit one another");
+  const Kernels* kernels = kernels_named(instructions);
+  if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);
+  const Py_ssize_t angles = Py_ssize_t(it.positions) * (it.dim / 2);
+  const Buffer c(cosines, false), s(sines, false);
+  FeatureRequest wanted;
+  wanted.every = every;
+  wanted.layers = integers(layers);
+  self.busy = new std::atomic<bool>(false);
+  self.model = new Model(it, kind_named(kind), kind_named(head_kind), threads, *kernels, c.as<float>('f', angles),
+                         s.as<float>('f', angles), std::move(wanted), exchange_of(rank, timeout_s, sockets, it));
 }
 
 // A weight of that shape; without data for None.
@@ -131,111 +121,85 @@ Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
   return it;
 }
 
-PyObject* set_layer(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    int index;
-    PyObject* o[18];
-    if (!PyArg_ParseTuple(args, "iOOOOOOOOOOOOOOOOOO", &index, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7],
-                          &o[8], &o[9], &o[10], &o[11], &o[12], &o[13], &o[14], &o[15], &o[16], &o[17]))
-      throw PythonError();
-    const Shape& it = self->model->shape();
-    if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
-    const int64_t width = it.width, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
-    const int64_t shapes[18][2] = {{1, width},    {queries, width}, {keys, width}, {keys, width},  {1, queries},   {1, keys},
-                                   {1, keys},     {1, it.dim},      {1, it.dim},   {width, queries}, {1, width},   {1, width},
-                                   {it.ffn, width}, {it.ffn, width}, {1, it.ffn},  {1, it.ffn},    {width, it.ffn}, {1, width}};
-    Buffers held;
-    Array a[18];
-    for (int i = 0; i < 18; i++) a[i] = taken(held, o[i], shapes[i][0], shapes[i][1]);
-    for (int i : {0, 1, 2, 3, 9, 11, 12, 13, 16})
-      if (!a[i].data) throw std::invalid_argument("a weight is missing");
-    if (!a[4].data != !a[5].data || !a[4].data != !a[6].data || !a[14].data != !a[15].data || !a[7].data != !a[8].data)
-      throw std::invalid_argument("some biases or norms are missing");
-    ExclusiveCall call(self);
-    self->model->set_layer(index, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
-                           a[14], a[15], a[16], a[17]);
-    return nullptr;
-  });
+PyObject* set_layer(Object& self, PyObject* args) {
+  int index;
+  PyObject* o[18];
+  if (!PyArg_ParseTuple(args, "iOOOOOOOOOOOOOOOOOO", &index, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7],
+                        &o[8], &o[9], &o[10], &o[11], &o[12], &o[13], &o[14], &o[15], &o[16], &o[17]))
+    throw PythonError();
+  const Shape& it = model_of(self).shape();
+  if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
+  const int64_t width = it.width, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
+  const int64_t shapes[18][2] = {{1, width},    {queries, width}, {keys, width}, {keys, width},  {1, queries},   {1, keys},
+                                 {1, keys},     {1, it.dim},      {1, it.dim},   {width, queries}, {1, width},   {1, width},
+                                 {it.ffn, width}, {it.ffn, width}, {1, it.ffn},  {1, it.ffn},    {width, it.ffn}, {1, width}};
+  Buffers held;
+  Array a[18];
+  for (int i = 0; i < 18; i++) a[i] = taken(held, o[i], shapes[i][0], shapes[i][1]);
+  for (int i : {0, 1, 2, 3, 9, 11, 12, 13, 16})
+    if (!a[i].data) throw std::invalid_argument("a weight is missing");
+  if (!a[4].data != !a[5].data || !a[4].data != !a[6].data || !a[14].data != !a[15].data || !a[7].data != !a[8].data)
+    throw std::invalid_argument("some biases or norms are missing");
+  ExclusiveCall call(self);
+  self.model->set_layer(index, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+                        a[14], a[15], a[16], a[17]);
+  return nullptr;
 }
 
-PyObject* set_ends(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    PyObject *embedding, *norm, *head;
-    if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw PythonError();
-    const Shape& it = self->model->shape();
-    Buffers held;
-    const Model& model = *self->model;
-    const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
-    const Array h = taken(held, head, model.head_tokens(), it.width);
-    if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
-    ExclusiveCall call(self);
-    self->model->set_ends(e, n, h);
-    return nullptr;
-  });
+PyObject* set_ends(Object& self, PyObject* args) {
+  PyObject *embedding, *norm, *head;
+  if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw PythonError();
+  const Shape& it = model_of(self).shape();
+  Buffers held;
+  const Model& model = model_of(self);
+  const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
+  const Array h = taken(held, head, model.head_tokens(), it.width);
+  if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
+  ExclusiveCall call(self);
+  self.model->set_ends(e, n, h);
+  return nullptr;
 }
 
-int make_adapter(PyObject* object, PyObject* args, PyObject*) {
-  auto* self = reinterpret_cast<AdapterObject*>(object);
+void make_adapter(AdapterObject& self, PyObject* args) {
   const char* kind;
   int width, queries, keys, ffn, layers;
-  if (!PyArg_ParseTuple(args, "siiiii", &kind, &width, &queries, &keys, &ffn, &layers)) return -1;
-  PyObject* made = guarded([&]() -> PyObject* {
-    if (self->adapter) throw std::logic_error("an adapter is made once");
-    for (int size : {width, queries, keys, ffn, layers})
-      if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the adapter is out of range");
-    const Kind it = kind_named(kind);
-    if (it != Kind::float32 && it != Kind::bfloat16) throw std::invalid_argument("an adapter is float32 or bfloat16");
-    self->adapter = new Adapter(width, queries, keys, ffn, layers, it);
-    return nothing();
-  });
-  if (!made) return -1;
-  Py_DECREF(made);
-  return 0;
+  if (!PyArg_ParseTuple(args, "siiiii", &kind, &width, &queries, &keys, &ffn, &layers)) throw PythonError();
+  if (self.adapter) throw std::logic_error("an adapter is made once");
+  for (int size : {width, queries, keys, ffn, layers})
+    if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the adapter is out of range");
+  const Kind it = kind_named(kind);
+  if (it != Kind::float32 && it != Kind::bfloat16) throw std::invalid_argument("an adapter is float32 or bfloat16");
+  self.adapter = new Adapter(width, queries, keys, ffn, layers, it);
 }
 
-void discard_adapter(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  delete reinterpret_cast<AdapterObject*>(object)->adapter;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+PyObject* set_part(AdapterObject& self, PyObject* args) {
+  if (!self.adapter) throw std::logic_error("the adapter was not made");
+  if (self.used) throw std::logic_error("an adapter that is in use cannot be changed");
+  int layer, number;
+  PyObject *given[JOINED], *expanding[JOINED];
+  if (!PyArg_ParseTuple(args, "iiOOOOOO", &layer, &number, &given[0], &expanding[0], &given[1], &expanding[1], &given[2],
+                        &expanding[2]))
+    throw PythonError();
+  Adapter& it = *self.adapter;
+  if (layer < 0 || layer >= it.layers() || number < 0 || number >= PARTS) throw std::invalid_argument("no such linear");
+  const Part part = Part(number);
+  Buffers held;
+  std::array<Array, JOINED> a, b;
+  for (int i = 0; i < JOINED; i++) {
+    if (given[i] == Py_None && expanding[i] == Py_None) continue;
+    if (given[i] == Py_None || expanding[i] == Py_None || !it.outputs(part, i)) throw std::invalid_argument("a weight is missing");
+    held.push_back(std::make_unique<Buffer>(given[i], false));
+    const int64_t ranks = held.back()->array().rows;
+    if (ranks < 1 || ranks > MOST_RANK) throw std::invalid_argument("an adapter has no ranks, or more ranks than 512");
+    a[i] = taken(held, given[i], ranks, it.inputs(part));
+    b[i] = taken(held, expanding[i], it.outputs(part, i), ranks);
+  }
+  it.set(layer, part, a, b);
+  return nullptr;
 }
 
-PyObject* set_part(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<AdapterObject*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->adapter) throw std::logic_error("the adapter was not made");
-    if (self->used) throw std::logic_error("an adapter that is in use cannot be changed");
-    int layer, number;
-    PyObject *given[JOINED], *expanding[JOINED];
-    if (!PyArg_ParseTuple(args, "iiOOOOOO", &layer, &number, &given[0], &expanding[0], &given[1], &expanding[1], &given[2],
-                          &expanding[2]))
-      throw PythonError();
-    Adapter& it = *self->adapter;
-    if (layer < 0 || layer >= it.layers() || number < 0 || number >= PARTS) throw std::invalid_argument("no such linear");
-    const Part part = Part(number);
-    Buffers held;
-    std::array<Array, JOINED> a, b;
-    for (int i = 0; i < JOINED; i++) {
-      if (given[i] == Py_None && expanding[i] == Py_None) continue;
-      if (given[i] == Py_None || expanding[i] == Py_None || !it.outputs(part, i)) throw std::invalid_argument("a weight is missing");
-      held.push_back(std::make_unique<Buffer>(given[i], false));
-      const int64_t ranks = held.back()->array().rows;
-      if (ranks < 1 || ranks > MOST_RANK) throw std::invalid_argument("an adapter has no ranks, or more ranks than 512");
-      a[i] = taken(held, given[i], ranks, it.inputs(part));
-      b[i] = taken(held, expanding[i], it.outputs(part, i), ranks);
-    }
-    it.set(layer, part, a, b);
-    return nullptr;
-  });
-}
-
-PyObject* adapter_bytes(PyObject* object, PyObject*) {
-  auto* self = reinterpret_cast<AdapterObject*>(object);
-  return PyLong_FromSize_t(self->adapter ? self->adapter->bytes() : 0);
+PyObject* adapter_bytes(AdapterObject& self, PyObject*) {
+  return PyLong_FromSize_t(self.adapter ? self.adapter->bytes() : 0);
 }
 
 int64_t integer(PyObject* object, PyObject* name) {
@@ -306,145 +270,121 @@ Segment read_segment(Buffers& held, PyObject* object, const Model& model) {
   return it;
 }
 
-PyObject* run(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    PyObject *segments, *draws, *logits, *tokens, *scores, *features;
-    int best, walks;
-    if (!PyArg_ParseTuple(args, "OOipOOOO", &segments, &draws, &best, &walks, &logits, &tokens, &scores, &features))
-      throw PythonError();
-    const Shape& shape = self->model->shape();
-    const Reference all(PySequence_List(segments));
-    const Py_ssize_t count = PyList_Size(all.get());
-    if (!count || count > shape.slots) throw std::invalid_argument("a pass needs at least one segment, and one for a slot");
-    Buffers held;
-    held.reserve(size_t(count) * 3 + 4);
-    std::vector<Segment> pass;
-    std::vector<bool> used(size_t(shape.slots));
-    Py_ssize_t rows = 0, outputs = 0;
+PyObject* run(Object& self, PyObject* args) {
+  PyObject *segments, *draws, *logits, *tokens, *scores, *features;
+  int best, walks;
+  if (!PyArg_ParseTuple(args, "OOipOOOO", &segments, &draws, &best, &walks, &logits, &tokens, &scores, &features))
+    throw PythonError();
+  const Shape& shape = model_of(self).shape();
+  const Reference all(PySequence_List(segments));
+  const Py_ssize_t count = PyList_Size(all.get());
+  if (!count || count > shape.slots) throw std::invalid_argument("a pass needs at least one segment, and one for a slot");
+  Buffers held;
+  held.reserve(size_t(count) * 3 + 4);
+  std::vector<Segment> pass;
+  std::vector<bool> used(size_t(shape.slots));
+  Py_ssize_t rows = 0, outputs = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    pass.push_back(read_segment(held, PyList_GetItem(all.get(), i), model_of(self)));
+    if (used[pass.back().slot]) throw std::invalid_argument("two segments of a pass share a slot");
+    used[pass.back().slot] = true;
+    rows += pass.back().count;
+    outputs += pass.back().wanted;
+  }
+  if (rows > 1 << 20) throw std::invalid_argument("a pass of more than a million rows");
+  if (best < 0 || best > shape.vocabulary) throw std::invalid_argument("best must be at most the vocabulary size");
+  if (best) {
+    const Reference terms(PySequence_List(draws));
+    if (PyList_Size(terms.get()) != count) throw std::invalid_argument("a draw for each segment");
     for (Py_ssize_t i = 0; i < count; i++) {
-      pass.push_back(read_segment(held, PyList_GetItem(all.get(), i), *self->model));
-      if (used[pass.back().slot]) throw std::invalid_argument("two segments of a pass share a slot");
-      used[pass.back().slot] = true;
-      rows += pass.back().count;
-      outputs += pass.back().wanted;
+      PyObject* draw = PyList_GetItem(terms.get(), i);
+      if (draw == Py_None) continue;
+      const Reference base(PySequence_GetItem(draw, 0)), temperature(PySequence_GetItem(draw, 1));
+      pass[i].drawn = true;
+      pass[i].base = PyLong_AsUnsignedLongLongMask(base.get());
+      pass[i].temperature = PyFloat_AsDouble(temperature.get());
+      if (PyErr_Occurred()) throw PythonError();
+      if (!(pass[i].temperature >= 0)) throw std::invalid_argument("a temperature is not negative");
     }
-    if (rows > 1 << 20) throw std::invalid_argument("a pass of more than a million rows");
-    if (best < 0 || best > shape.vocabulary) throw std::invalid_argument("best must be at most the vocabulary size");
-    if (best) {
-      const Reference terms(PySequence_List(draws));
-      if (PyList_Size(terms.get()) != count) throw std::invalid_argument("a draw for each segment");
-      for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject* draw = PyList_GetItem(terms.get(), i);
-        if (draw == Py_None) continue;
-        const Reference base(PySequence_GetItem(draw, 0)), temperature(PySequence_GetItem(draw, 1));
-        pass[i].drawn = true;
-        pass[i].base = PyLong_AsUnsignedLongLongMask(base.get());
-        pass[i].temperature = PyFloat_AsDouble(temperature.get());
-        if (PyErr_Occurred()) throw PythonError();
-        if (!(pass[i].temperature >= 0)) throw std::invalid_argument("a temperature is not negative");
-      }
-    }
-    Results results{};
-    const auto writable = [&](PyObject* it) -> const Buffer& {
-      held.push_back(std::make_unique<Buffer>(it, true));
-      return *held.back();
-    };
-    if (!self->model->rank()) results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
-    results.best = best;
-    results.walks = walks != 0;
-    if (best) {
-      results.tokens = writable(tokens).as<int64_t>('l', outputs * best);
-      results.scores = writable(scores).as<double>('d', outputs * best);
-    }
-    if (features != Py_None)
-      results.features = writable(features).as<float>('f', self->model->feature_floats(int(rows), int(outputs)));
+  }
+  Results results{};
+  const auto writable = [&](PyObject* it) -> const Buffer& {
+    held.push_back(std::make_unique<Buffer>(it, true));
+    return *held.back();
+  };
+  if (!self.model->rank()) results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
+  results.best = best;
+  results.walks = walks != 0;
+  if (best) {
+    results.tokens = writable(tokens).as<int64_t>('l', outputs * best);
+    results.scores = writable(scores).as<double>('d', outputs * best);
+  }
+  if (features != Py_None)
+    results.features = writable(features).as<float>('f', self.model->feature_floats(int(rows), int(outputs)));
+  ExclusiveCall call(self);
+  self.model->run(pass, results);
+  return nullptr;
+}
+
+PyObject* move(Object& self, PyObject* args) {
+  int slot;
+  PyObject *source, *target;
+  if (!PyArg_ParseTuple(args, "iOO", &slot, &source, &target)) throw PythonError();
+  const Shape& shape = model_of(self).shape();
+  const Buffer from(source, false), to(target, false);
+  const Py_ssize_t count = from.count();
+  const int64_t *s = from.as<int64_t>('l', 0), *t = to.as<int64_t>('l', 0);
+  if (slot < 0 || slot >= shape.slots || to.count() != count) throw std::invalid_argument("rows that cannot be moved");
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (s[i] < 0 || s[i] >= shape.rows || t[i] < 0 || t[i] >= shape.rows) throw std::invalid_argument("a row out of range");
+  ExclusiveCall call(self);
+  self.model->pages().move(slot, s, t, size_t(count));
+  return nullptr;
+}
+
+PyObject* copy(Object& self, PyObject* args) {
+  int source, target, rows;
+  if (!PyArg_ParseTuple(args, "iii", &source, &target, &rows)) throw PythonError();
+  const Shape& shape = model_of(self).shape();
+  if (source < 0 || source >= shape.slots || target < 0 || target >= shape.slots || rows < 0 || rows > shape.rows)
+    throw std::invalid_argument("a slot or a number of rows out of range");
+  ExclusiveCall call(self);
+  self.model->pages().copy(source, target, rows);
+  return nullptr;
+}
+
+PyObject* release(Object& self, PyObject* args) {
+  int slot, rows;
+  if (!PyArg_ParseTuple(args, "ii", &slot, &rows)) throw PythonError();
+  const Shape& shape = model_of(self).shape();
+  if (slot < 0 || slot >= shape.slots || rows < 0 || rows > shape.rows)
+    throw std::invalid_argument("a slot or a number of rows out of range");
+  ExclusiveCall call(self);
+  self.model->pages().release(slot, rows);
+  return nullptr;
+}
+
+PyObject* pages(Object& self, PyObject* args) {
+  int slot, first, end;
+  if (!PyArg_ParseTuple(args, "iii", &slot, &first, &end)) throw PythonError();
+  const Shape& shape = model_of(self).shape();
+  if (slot < 0 || slot >= shape.slots || first < 0 || first > end || end > shape.rows)
+    throw std::invalid_argument("a slot or rows out of range");
+  int needed, free;
+  {
     ExclusiveCall call(self);
-    self->model->run(pass, results);
-    return nullptr;
-  });
+    needed = self.model->pages().needed(slot, first, end);
+    free = int(self.model->pages().free());
+  }
+  return Py_BuildValue("(ii)", needed, free);
 }
 
-PyObject* move(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    int slot;
-    PyObject *source, *target;
-    if (!PyArg_ParseTuple(args, "iOO", &slot, &source, &target)) throw PythonError();
-    const Shape& shape = self->model->shape();
-    const Buffer from(source, false), to(target, false);
-    const Py_ssize_t count = from.count();
-    const int64_t *s = from.as<int64_t>('l', 0), *t = to.as<int64_t>('l', 0);
-    if (slot < 0 || slot >= shape.slots || to.count() != count) throw std::invalid_argument("rows that cannot be moved");
-    for (Py_ssize_t i = 0; i < count; i++)
-      if (s[i] < 0 || s[i] >= shape.rows || t[i] < 0 || t[i] >= shape.rows) throw std::invalid_argument("a row out of range");
-    ExclusiveCall call(self);
-    self->model->pages().move(slot, s, t, size_t(count));
-    return nullptr;
-  });
-}
-
-PyObject* copy(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    int source, target, rows;
-    if (!PyArg_ParseTuple(args, "iii", &source, &target, &rows)) throw PythonError();
-    const Shape& shape = self->model->shape();
-    if (source < 0 || source >= shape.slots || target < 0 || target >= shape.slots || rows < 0 || rows > shape.rows)
-      throw std::invalid_argument("a slot or a number of rows out of range");
-    ExclusiveCall call(self);
-    self->model->pages().copy(source, target, rows);
-    return nullptr;
-  });
-}
-
-PyObject* release(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    int slot, rows;
-    if (!PyArg_ParseTuple(args, "ii", &slot, &rows)) throw PythonError();
-    const Shape& shape = self->model->shape();
-    if (slot < 0 || slot >= shape.slots || rows < 0 || rows > shape.rows)
-      throw std::invalid_argument("a slot or a number of rows out of range");
-    ExclusiveCall call(self);
-    self->model->pages().release(slot, rows);
-    return nullptr;
-  });
-}
-
-PyObject* pages(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    int slot, first, end;
-    if (!PyArg_ParseTuple(args, "iii", &slot, &first, &end)) throw PythonError();
-    const Shape& shape = self->model->shape();
-    if (slot < 0 || slot >= shape.slots || first < 0 || first > end || end > shape.rows)
-      throw std::invalid_argument("a slot or rows out of range");
-    int needed, free;
-    {
-      ExclusiveCall call(self);
-      needed = self->model->pages().needed(slot, first, end);
-      free = int(self->model->pages().free());
-    }
-    return Py_BuildValue("(ii)", needed, free);
-  });
-}
-
-PyObject* sizes(PyObject* object, PyObject*) {
-  auto* self = reinterpret_cast<Object*>(object);
-  return guarded([&]() -> PyObject* {
-    if (!self->model) throw std::logic_error("the model was not made");
-    Model& model = *self->model;
-    return Py_BuildValue("{s:s,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
-                         Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
-                         Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s",
-                         model.exchange_seconds());
-  });
+PyObject* sizes(Object& self, PyObject*) {
+  Model& model = model_of(self);
+  return Py_BuildValue("{s:s,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
+                       Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
+                       Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s",
+                       model.exchange_seconds());
 }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
@@ -460,30 +400,30 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
-    {"set_layer", none_of<set_layer>, METH_VARARGS, "Packs the weights of a layer."},
-    {"set_ends", none_of<set_ends>, METH_VARARGS, "Packs the head; keeps embedding and last norm."},
-    {"run", none_of<run>, METH_VARARGS, "One pass."},
-    {"move", none_of<move>, METH_VARARGS, "Moves rows of a slot."},
-    {"copy", none_of<copy>, METH_VARARGS, "Rows of a slot become another's, too."},
-    {"release", none_of<release>, METH_VARARGS, "Rows of a slot from one on are not needed any more."},
-    {"pages", pages, METH_VARARGS, "How many pages writing some rows takes at most, and how many are free."},
-    {"sizes", sizes, METH_NOARGS, "Instruction set, bytes of weights and of KV, seconds of exchange with other ranks."},
+    {"set_layer", method<Object, set_layer>, METH_VARARGS, "Packs the weights of a layer."},
+    {"set_ends", method<Object, set_ends>, METH_VARARGS, "Packs the head; keeps embedding and last norm."},
+    {"run", method<Object, run>, METH_VARARGS, "One pass."},
+    {"move", method<Object, move>, METH_VARARGS, "Moves rows of a slot."},
+    {"copy", method<Object, copy>, METH_VARARGS, "Rows of a slot become another's, too."},
+    {"release", method<Object, release>, METH_VARARGS, "Rows of a slot from one on are not needed any more."},
+    {"pages", method<Object, pages>, METH_VARARGS, "How many pages writing some rows takes at most, and how many are free."},
+    {"sizes", method<Object, sizes>, METH_NOARGS, "Instruction set, bytes of weights and of KV, seconds of exchange with other ranks."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(make)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(discard)},
+PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<Object, make>)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(discard<Object>)},
                        {Py_tp_methods, methods},
                        {Py_tp_doc, const_cast<char*>("A model's weights and the KV of its slots.")},
                        {0, nullptr}};
 
 PyType_Spec spec = {"outrider._native.Model", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
 
-PyMethodDef adapter_methods[] = {{"set", none_of<set_part>, METH_VARARGS, "Packs A and B of a linear of a layer."},
-                                 {"bytes", adapter_bytes, METH_NOARGS, "Bytes that a pass reads."},
+PyMethodDef adapter_methods[] = {{"set", method<AdapterObject, set_part>, METH_VARARGS, "Packs A and B of a linear of a layer."},
+                                 {"bytes", method<AdapterObject, adapter_bytes>, METH_NOARGS, "Bytes that a pass reads."},
                                  {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot adapter_slots[] = {{Py_tp_init, reinterpret_cast<void*>(make_adapter)},
-                               {Py_tp_dealloc, reinterpret_cast<void*>(discard_adapter)},
+PyType_Slot adapter_slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<AdapterObject, make_adapter>)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(discard<AdapterObject>)},
                                {Py_tp_methods, adapter_methods},
                                {Py_tp_doc, const_cast<char*>("A low-rank adapter of a model.")},
                                {0, nullptr}};

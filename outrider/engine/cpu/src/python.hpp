@@ -99,11 +99,29 @@ inline PyObject* nothing() {
   return Py_None;
 }
 
-// Wraps a call without a result: it returns null without an error on success.
-template <PyCFunction call>
-PyObject* none_of(PyObject* self, PyObject* args) {
-  PyObject* result = call(self, args);
+// A method of a type. `work` may throw, and returns null for None.
+template <class T, PyObject* (*work)(T&, PyObject*)>
+PyObject* method(PyObject* self, PyObject* args) {
+  PyObject* result = guarded([&] { return work(*reinterpret_cast<T*>(self), args); });
   return result || PyErr_Occurred() ? result : nothing();
+}
+
+// A type's __init__. `work` may throw.
+template <class T, void (*work)(T&, PyObject*)>
+int made(PyObject* self, PyObject* args, PyObject*) {
+  guarded([&]() -> PyObject* {
+    work(*reinterpret_cast<T*>(self), args);
+    return nullptr;
+  });
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+template <class T>
+void discard(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  reinterpret_cast<T*>(object)->~T();
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
 }
 
 // Adds the type `Sampler` and the function `logprobs`.

@@ -12,6 +12,7 @@ namespace {
 struct Object {
   PyObject_HEAD
   Sampler* sampler;
+  ~Object() { delete sampler; }
 };
 
 std::vector<int32_t> ids_of(PyObject* object, int vocabulary) {
@@ -26,14 +27,12 @@ std::vector<int32_t> ids_of(PyObject* object, int vocabulary) {
   return found;
 }
 
-Sampler& sampler_of(PyObject* object) {
-  Sampler* sampler = reinterpret_cast<Object*>(object)->sampler;
-  if (!sampler) throw std::logic_error("the sampler was not made");
-  return *sampler;
+Sampler& sampler_of(const Object& self) {
+  if (!self.sampler) throw std::logic_error("the sampler was not made");
+  return *self.sampler;
 }
 
-int make(PyObject* object, PyObject* args, PyObject*) {
-  auto* self = reinterpret_cast<Object*>(object);
+void make(Object& self, PyObject* args) {
   SamplingTerms it;
   unsigned long long base;
   long long top_k, first_stop;
@@ -42,32 +41,19 @@ int make(PyObject* object, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "iKdLdd(ddd)OOOOpOL", &it.vocabulary, &base, &it.temperature, &top_k, &it.top_p, &it.min_p,
                         &it.repetition, &it.presence, &it.frequency, &biased, &bias, &banned, &allowed, &restricted,
                         &stops, &first_stop))
-    return -1;
-  PyObject* made = guarded([&]() -> PyObject* {
-    if (self->sampler) throw std::logic_error("a sampler is made once");
-    if (it.vocabulary < 1 || !(it.temperature >= 0.0) || top_k < 0 || !(it.top_p > 0.0) || !(it.min_p >= 0.0))
-      throw std::invalid_argument("terms out of range");
-    it.base = base, it.top_k = top_k < it.vocabulary ? top_k : 0, it.first_stop = first_stop, it.restricted = restricted != 0;
-    const Buffer by(bias, false);
-    const std::vector<int32_t> ids = ids_of(biased, it.vocabulary);
-    const double* values = by.as<double>('d', Py_ssize_t(ids.size()));
-    for (size_t i = 0; i < ids.size(); i++) it.bias.emplace_back(ids[i], values[i]);
-    it.banned = ids_of(banned, it.vocabulary);
-    it.allowed = ids_of(allowed, it.vocabulary);
-    it.stops = ids_of(stops, it.vocabulary);
-    self->sampler = new Sampler(std::move(it), *kernels_here().front());
-    return nothing();
-  });
-  if (!made) return -1;
-  Py_DECREF(made);
-  return 0;
-}
-
-void discard(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  delete reinterpret_cast<Object*>(object)->sampler;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+    throw PythonError();
+  if (self.sampler) throw std::logic_error("a sampler is made once");
+  if (it.vocabulary < 1 || !(it.temperature >= 0.0) || top_k < 0 || !(it.top_p > 0.0) || !(it.min_p >= 0.0))
+    throw std::invalid_argument("terms out of range");
+  it.base = base, it.top_k = top_k < it.vocabulary ? top_k : 0, it.first_stop = first_stop, it.restricted = restricted != 0;
+  const Buffer by(bias, false);
+  const std::vector<int32_t> ids = ids_of(biased, it.vocabulary);
+  const double* values = by.as<double>('d', Py_ssize_t(ids.size()));
+  for (size_t i = 0; i < ids.size(); i++) it.bias.emplace_back(ids[i], values[i]);
+  it.banned = ids_of(banned, it.vocabulary);
+  it.allowed = ids_of(allowed, it.vocabulary);
+  it.stops = ids_of(stops, it.vocabulary);
+  self.sampler = new Sampler(std::move(it), *kernels_here().front());
 }
 
 const int64_t* tokens_of(const Buffer& buffer) {
@@ -77,30 +63,26 @@ const int64_t* tokens_of(const Buffer& buffer) {
   return tokens;
 }
 
-PyObject* extend(PyObject* object, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    PyObject* tokens;
-    int answer;
-    if (!PyArg_ParseTuple(args, "Op", &tokens, &answer)) throw PythonError();
-    const Buffer buffer(tokens, false);
-    sampler_of(object).extend(tokens_of(buffer), size_t(buffer.count()), answer != 0);
-    return nullptr;
-  });
+PyObject* extend(Object& self, PyObject* args) {
+  PyObject* tokens;
+  int answer;
+  if (!PyArg_ParseTuple(args, "Op", &tokens, &answer)) throw PythonError();
+  const Buffer buffer(tokens, false);
+  sampler_of(self).extend(tokens_of(buffer), size_t(buffer.count()), answer != 0);
+  return nullptr;
 }
 
-PyObject* lead(PyObject* object, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    PyObject *logits, *path, *tokens, *scores;
-    int noised;
-    if (!PyArg_ParseTuple(args, "OOpOO", &logits, &path, &noised, &tokens, &scores)) throw PythonError();
-    Sampler& sampler = sampler_of(object);
-    const Buffer row(logits, false), above(path, false), best(tokens, true), values(scores, true);
-    const Py_ssize_t count = best.count();
-    if (count < 1 || count > sampler.vocabulary()) throw std::invalid_argument("best must be between 1 and the vocabulary size");
-    const int found = sampler.lead(row.as<float>('f', sampler.vocabulary()), tokens_of(above), size_t(above.count()),
-                                   noised != 0, int(count), best.as<int64_t>('l', count), values.as<double>('d', count));
-    return PyLong_FromLong(found);
-  });
+PyObject* lead(Object& self, PyObject* args) {
+  PyObject *logits, *path, *tokens, *scores;
+  int noised;
+  if (!PyArg_ParseTuple(args, "OOpOO", &logits, &path, &noised, &tokens, &scores)) throw PythonError();
+  Sampler& sampler = sampler_of(self);
+  const Buffer row(logits, false), above(path, false), best(tokens, true), values(scores, true);
+  const Py_ssize_t count = best.count();
+  if (count < 1 || count > sampler.vocabulary()) throw std::invalid_argument("best must be between 1 and the vocabulary size");
+  const int found = sampler.lead(row.as<float>('f', sampler.vocabulary()), tokens_of(above), size_t(above.count()),
+                                 noised != 0, int(count), best.as<int64_t>('l', count), values.as<double>('d', count));
+  return PyLong_FromLong(found);
 }
 
 PyObject* logprobs(PyObject*, PyObject* args) {
@@ -119,12 +101,12 @@ PyObject* logprobs(PyObject*, PyObject* args) {
   });
 }
 
-PyMethodDef methods[] = {{"extend", none_of<extend>, METH_VARARGS, "Tokens were committed."},
-                         {"lead", lead, METH_VARARGS, "The best tokens after a row; how many there are, or -1."},
+PyMethodDef methods[] = {{"extend", method<Object, extend>, METH_VARARGS, "Tokens were committed."},
+                         {"lead", method<Object, lead>, METH_VARARGS, "The best tokens after a row; how many there are, or -1."},
                          {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(make)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(discard)},
+PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<Object, make>)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(discard<Object>)},
                        {Py_tp_methods, methods},
                        {Py_tp_doc, const_cast<char*>("From logits to tokens, for one generation.")},
                        {0, nullptr}};

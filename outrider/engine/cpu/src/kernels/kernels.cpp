@@ -1,7 +1,5 @@
 #include "kernels.hpp"
 
-#include <cmath>
-#include <cstring>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif

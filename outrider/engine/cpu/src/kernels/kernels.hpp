@@ -4,9 +4,16 @@
 // path. So the bits of a row depend neither on the rows beside it, nor on tiles or threads.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace outrider {
 

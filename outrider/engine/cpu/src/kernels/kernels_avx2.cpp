@@ -1,10 +1,6 @@
-#include <cmath>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-
 #include "kernels.hpp"
 
+#if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt"))), apply_to = function)
 #else
@@ -15,13 +11,8 @@
 #define OUTRIDER_VECTOR 256
 #define OUTRIDER_BF16 0
 #define OUTRIDER_VNNI 0
-
-namespace outrider {
-namespace {
+#define OUTRIDER_TABLE avx2_kernels
 #include "kernels.inc"
-}  // namespace
-const Kernels avx2_kernels = table;
-}  // namespace outrider
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,10 +1,6 @@
-#include <cmath>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-
 #include "kernels.hpp"
 
+#if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,fma,avx2,f16c,bmi,bmi2,lzcnt"))), apply_to = function)
 #else
@@ -15,13 +11,8 @@
 #define OUTRIDER_VECTOR 512
 #define OUTRIDER_BF16 0
 #define OUTRIDER_VNNI 1
-
-namespace outrider {
-namespace {
+#define OUTRIDER_TABLE avx512_vnni_kernels
 #include "kernels.inc"
-}  // namespace
-const Kernels avx512_vnni_kernels = table;
-}  // namespace outrider
 
 #if defined(__clang__)
 #pragma clang attribute pop

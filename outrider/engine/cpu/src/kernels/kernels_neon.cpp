@@ -1,20 +1,11 @@
-#include <cmath>
-#include <cstring>
-#if defined(__aarch64__)
-#include <arm_neon.h>
-
 #include "kernels.hpp"
 
+#if defined(__aarch64__)
 #define OUTRIDER_NAME "neon"
 #define OUTRIDER_VECTOR 128
 #define OUTRIDER_BF16 0
 #define OUTRIDER_VNNI 0
 #define OUTRIDER_DOT 0
-
-namespace outrider {
-namespace {
+#define OUTRIDER_TABLE neon_kernels
 #include "kernels.inc"
-}  // namespace
-const Kernels neon_kernels = table;
-}  // namespace outrider
 #endif

@@ -1,10 +1,6 @@
-#include <cmath>
-#include <cstring>
-#if defined(__aarch64__)
-#include <arm_neon.h>
-
 #include "kernels.hpp"
 
+#if defined(__aarch64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("arch=armv8.2-a+dotprod"))), apply_to = function)
 #else
@@ -16,13 +12,8 @@
 #define OUTRIDER_BF16 0
 #define OUTRIDER_VNNI 0
 #define OUTRIDER_DOT 1
-
-namespace outrider {
-namespace {
+#define OUTRIDER_TABLE neon_dot_kernels
 #include "kernels.inc"
-}  // namespace
-const Kernels neon_dot_kernels = table;
-}  // namespace outrider
 
 #if defined(__clang__)
 #pragma clang attribute pop

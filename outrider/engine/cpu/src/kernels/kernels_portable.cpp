@@ -1,16 +1,8 @@
-#include <cmath>
-#include <cstring>
-
 #include "kernels.hpp"
 
 #define OUTRIDER_NAME "portable"
 #define OUTRIDER_VECTOR 0
 #define OUTRIDER_BF16 0
 #define OUTRIDER_VNNI 0
-
-namespace outrider {
-namespace {
+#define OUTRIDER_TABLE portable_kernels
 #include "kernels.inc"
-}  // namespace
-const Kernels portable_kernels = table;
-}  // namespace outrider

@@ -1,0 +1,89 @@
+"""Sends the drafters of a session its snapshots, commits, plans, prices and credit, and this upstream's hints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from outrider.core.control.drafting_terms import RESTING_PRICE
+from outrider.core.tree.delta import Hints
+from outrider.upstream_server.snapshot import snapshot_parts
+from outrider.upstream_server.upstream_session import Subscription, UpstreamSession
+from outrider.wire import drafter as wire
+from outrider.wire.drafter import hints_to_pb, set_sent_terms
+from outrider.wire.types import plan_to_pb
+
+
+class DrafterSender:
+    """Queues messages on the streams of the drafters that are subscribed to a session."""
+
+    def pause(self, session: UpstreamSession) -> None:
+        """Lets drafters rest until the next commit, if they have begun below the present root: their nodes would come
+        too late. A drafter that still reads what it missed goes on.
+        """
+        root = session.tree.root.position
+        for subscription in session.subscriptions.values():
+            if subscription.begun == root != subscription.exhausted:
+                self._send_commit(subscription, wire.Commit(position=len(session.tokens)), resting=True)
+
+    def refresh(self, session: UpstreamSession) -> None:
+        """Send a plan or credit that changed without a commit, also to drafters that rest."""
+        for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, False)
+            self._send_commit(subscription, wire.Commit(position=len(session.tokens)))
+
+    def publish(self, session: UpstreamSession, position: int, tokens: Sequence[int]) -> None:
+        """Send a session's drafters the committed tokens, from `position` on."""
+        for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, session.terms.resting)
+            if subscription.awaits_features:
+                self.snapshot(subscription)
+            else:
+                self._send_commit(subscription, wire.Commit(position=position, tokens=tokens))
+
+    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        """Report nodes that were dropped from the tree although the target may still choose them."""
+        for subscription, ids in dropped.items():
+            self._send_commit(subscription, wire.Commit(position=len(subscription.session.tokens), dropped=ids))
+
+    def resend_snapshots(self, session: UpstreamSession) -> None:
+        """Send a snapshot to all drafters of a session, whose tree was replaced."""
+        for subscription in session.subscriptions.values():
+            self.snapshot(subscription)
+
+    def hint(self, session: UpstreamSession, hints: Hints) -> None:
+        """Send a session's drafters the scores of this upstream's model."""
+        for subscription in session.subscriptions.values():
+            message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
+            session.wire_bytes += message.ByteSize()
+            subscription.stream.hint(message)
+
+    def _send_commit(self, subscription: Subscription, commit: wire.Commit, *, resting: bool = False) -> None:
+        session = subscription.session
+        if subscription.awaits_features:
+            return  # its snapshot will include all of this
+        if session.fused is not None and subscription.wants_features:
+            before = commit.position - 1
+            commit.features = session.fused.rows(before, before + len(commit.tokens))
+        commit.attachment = subscription.attachment
+        commit.epoch = session.epoch
+        commit.digest = session.tree.digest
+        terms = session.terms.sent
+        subscription.rests = session.tree.root.position if terms.price == RESTING_PRICE else -1
+        set_sent_terms(commit, terms._replace(price=RESTING_PRICE) if resting else terms)
+        commit.credit = session.grant(subscription)
+        if subscription.plan_version != session.terms.plan.version:
+            commit.plan.CopyFrom(plan_to_pb(session.ceilings))
+            subscription.plan_version = session.terms.plan.version
+        session.wire_bytes += commit.ByteSize()
+        if not subscription.stream.commit(commit):
+            self.snapshot(subscription)
+
+    def snapshot(self, subscription: Subscription) -> None:
+        """Send the session's tokens and terms, once the features are known that the drafter wants."""
+        session = subscription.session
+        subscription.awaits_features = subscription.wants_features and not session.features_known
+        if subscription.awaits_features:
+            session.exhaust(subscription, session.tree.root.position)  # no step waits for nodes that it cannot draft
+            return
+        subscription.stream.snapshot(subscription.attachment, partial(snapshot_parts, subscription))

@@ -1,0 +1,50 @@
+"""The channels to workers, by their ids: that of a dead process at an address would be in its backoff."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+
+import grpc.aio
+
+from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import NAMES, Tls
+from outrider.store.registry import Worker
+
+_RETIRED_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed
+
+
+class WorkerChannels(dict[str, grpc.aio.Channel]):
+    """One channel to each worker."""
+
+    def __init__(self, tls: Tls | None) -> None:
+        super().__init__()
+        self._tls = tls
+        self._retired: set[asyncio.Task[None]] = set()  # tasks that close channels once their calls have ended
+
+    def to(self, worker: Worker) -> grpc.aio.Channel:
+        """Return the one channel to a worker."""
+        if worker.worker_id not in self:
+            self[worker.worker_id] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
+        return self[worker.worker_id]
+
+    def renew(self) -> None:
+        """If the certificate was renewed, have later calls use the new one; running calls continue."""
+        latest = self._tls and self._tls.renewed()
+        if latest is not self._tls:
+            self._tls = latest
+            while self:
+                task = asyncio.create_task(self.popitem()[1].close(_RETIRED_S))
+                self._retired.add(task)
+                task.add_done_callback(self._retired.discard)
+
+    async def keep(self, worker_ids: Set[str]) -> None:
+        """Close the channels to all other workers."""
+        for channel in [self.pop(name) for name in self.keys() - worker_ids]:
+            await channel.close(None)
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for retired in self._retired:
+            retired.cancel()
+        await self.keep(frozenset())

@@ -1,0 +1,211 @@
+"""Decodes a generation on one verifier after the other: what ends an attempt, and what the next one waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+
+from outrider.errors import DeadlineExceeded, Moved, OutriderError, Overloaded, Unavailable
+from router.scheduling.admission import AdmissionSlot
+from router.sessions.client_watch import ClientWatch
+from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump
+from router.sessions.outbox import NOT_READ, Outbox
+from router.sessions.response import EndReason
+from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
+from router.sessions.standby import Standby
+from router.sessions.token_log import TokenLog
+from router.sessions.verifier_client import DecodeStream
+from router.sessions.verifier_stream import open_stream
+
+MAX_FAILURES = 4  # verifiers in a row that fail without a token, before the client gets the error
+VERIFIER_WAIT_S = 30.0  # how long a generation whose verifier drains waits for another verifier
+VERIFIER_CHECK_S = 0.2  # between two checks for a verifier
+
+log = logging.getLogger(__name__)
+
+
+class DecodeAttempts:
+    """The attempts of one generation. Call `run` once, and `halt` at any time.
+
+    While the client is more than a window behind, the verifier is acknowledged no further tokens, so it pauses. If
+    other requests wait meanwhile, they get the generation's slot.
+    """
+
+    def __init__(
+        self,
+        router: RouterContext,
+        opened: OpenedGeneration,
+        slot: AdmissionSlot | None,
+        outbox: Outbox,
+        on_started: Callable[[int], None],
+    ) -> None:
+        """`slot`: None for a generation that has ended; `on_started`: called with the number of cached tokens when a
+        verifier has begun."""
+        self.kv_holder = opened.record.verifier  # worker id of the verifier that has its KV
+        self.client_watch = ClientWatch(
+            outbox, on_unread=lambda: self.halt(Unavailable(NOT_READ)), on_behind=self._yield_if_others_wait
+        )
+        self._router = router
+        self._opened = opened
+        self._slot = slot
+        self._outbox = outbox
+        self._on_started = on_started
+        self._stream: DecodeStream | None = None
+        self._stalled: list[str] = []  # worker ids of the verifiers that stood still
+        adapter = opened.turn.contract.adapter
+        self._standby = Standby(router, opened.model, opened.record.tenant, adapter) if router.config.standby else None
+        self._waiting: asyncio.Task[None] | None = None  # the wait between two verifier streams
+        self._started = False
+        self._halted: EndReason | OutriderError | None = None  # why `run` has to stop early
+        self._following = False  # `run` is processing commits
+        self._yielding = False  # its slot goes to other requests until its client has caught up
+        self.pump = CommitPump(router, opened, slot, outbox, self.client_watch, self._standby)
+
+    async def run(self, token_log: TokenLog) -> EndReason:
+        """Decode the response, on one verifier after the other if need be."""
+        failures = 0
+        wait_first: Callable[[], Coroutine[None, None, None]] | None = None
+        while self._opened.response.reason is None:  # a verifier may have failed between its last commit and the end
+            before = self._opened.response.position
+            try:
+                if wait_first is not None:
+                    await self._wait_for(wait_first(), token_log)
+                wait_first = None
+                return await self._decode_on_one_verifier(token_log)
+            except DeadlineExceeded:
+                return EndReason.DEADLINE
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task and task.cancelling():
+                    raise
+                match self._halted:  # `_interrupt` cancelled what `run` waits for, not `run` itself
+                    case OutriderError() as error:
+                        raise error from None
+                    case None if self._yielding:
+                        wait_first = partial(self._yield_slot, token_log)
+                    case None:
+                        raise
+                    case reason:
+                        return reason
+            except Overloaded as error:
+                if wait_first is not None:
+                    raise
+                wait_first = partial(self._held_slot.retake, str(error))
+            except Moved as error:
+                await self._lose_verifier(token_log, error, logging.INFO)
+                wait_first = partial(self._wait_for_verifier, token_log)
+            except Unavailable as error:
+                failures = 1 if self._opened.response.position > before else failures + 1
+                if wait_first is not None or not self._started or failures >= MAX_FAILURES:
+                    raise
+                await self._lose_verifier(token_log, error, logging.WARNING)
+        return self._opened.response.reason
+
+    def halt(self, why: EndReason | OutriderError) -> None:
+        """Make `run` stop early. Of several reasons the first one counts."""
+        if self._halted is None:
+            self._halted = why
+            self._interrupt()
+
+    def acknowledge(self) -> None:
+        """Let the verifier continue as far as the log and the client allow."""
+        if self._stream is not None:
+            self._stream.acknowledge(self._outbox.limit)
+
+    def _interrupt(self) -> None:
+        for running in (self._stream, self._waiting):
+            if running is not None:
+                running.cancel()
+
+    async def _lose_verifier(self, token_log: TokenLog, error: OutriderError, level: int) -> None:
+        """Prepare for another verifier, if possible the standby that has the KV; raise the epoch to fence the lost
+        verifier."""
+        self._router.metrics.moves += 1
+        log.log(level, "session %s moves to another verifier: %s", self._opened.record.session_id, error)
+        if self._standby is not None:
+            self.kv_holder = self._standby.holder
+        await token_log.reacquire()
+
+    async def _wait_for(self, work: Coroutine[None, None, None], token_log: TokenLog) -> None:
+        """Wait for `work` and keep the lease. Raises DeadlineExceeded at the deadline, and CancelledError once the
+        generation is halted."""
+        self._waiting = waiting = asyncio.create_task(work)
+        if self._halted is not None:
+            waiting.cancel()
+        beat_s = self._router.config.lease_s / RENEWALS_PER_LEASE
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=min(max(0.0, self._opened.left_s), beat_s))
+                if self._opened.left_s <= 0.0 and not waiting.done():
+                    raise DeadlineExceeded("the deadline passed while the generation waited")
+                if token_log.idle_s > beat_s:
+                    await token_log.renew()
+            waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _yield_slot(self, token_log: TokenLog) -> None:
+        """Give the slot to waiting requests, and queue for another slot once the client has caught up. Raises as
+        `AdmissionSlot.rejoin_queue`."""
+        self._held_slot.release()
+        await self._outbox.caught_up()
+        self._yielding = False
+        await self._held_slot.rejoin_queue()
+        await token_log.reacquire()  # fences the verifier that it left, which may not have noticed
+
+    async def _wait_for_verifier(self, token_log: TokenLog) -> None:
+        """Wait until a verifier can go on with the text. Raises Unavailable if there is none for VERIFIER_WAIT_S."""
+        give_up = time.monotonic() + VERIFIER_WAIT_S
+        while True:
+            try:
+                await matching_verifiers(self._router, self._opened.model, token_log.origin)
+                return
+            except Unavailable:
+                if time.monotonic() > give_up:
+                    raise
+            await asyncio.sleep(VERIFIER_CHECK_S)
+
+    async def _decode_on_one_verifier(self, token_log: TokenLog) -> EndReason:
+        """Decode the rest of the response on one verifier."""
+        attempt = open_stream(
+            self._router,
+            self._opened,
+            token_log,
+            self.pump.contract,
+            self.pump.plan,
+            self.kv_holder,
+            self._on_attempt,
+            self._stalled,
+        )
+        async with attempt as stream:
+            self.kv_holder = stream.worker.worker_id
+            session_id = self._opened.record.session_id
+            self._router.background.spawn(self._router.session_events.publish(session_id, self.kv_holder))
+            self._started = True
+            self._on_started(stream.cached)
+            self._following = True
+            try:
+                return await self.pump.run(token_log, stream)
+            finally:
+                self._following = False
+
+    def _on_attempt(self, stream: DecodeStream) -> None:
+        """Keep a stream that is about to be opened, so that it can be interrupted."""
+        self._stream = stream
+        if self._halted is not None:
+            stream.cancel()
+
+    def _yield_if_others_wait(self) -> None:
+        """Yield the slot of a client that is behind, if other requests wait for one."""
+        if self._following and self._router.admission.has_waiter_for(self._held_slot.ticket):
+            self._yielding = True
+            self._interrupt()
+
+    @property
+    def _held_slot(self) -> AdmissionSlot:
+        """The slot, which every generation has that has not ended."""
+        assert self._slot is not None
+        return self._slot
