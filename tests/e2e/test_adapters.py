@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.engine.adapters.low_rank import CONFIG
-from outrider.errors import Conflict, Forbidden, InvalidRequest, NotFound
+from outrider.errors import Conflict, InvalidRequest, NotFound
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import described
@@ -217,17 +217,6 @@ async def test_an_invalid_adapter_is_refused(
     assert [
         it.name for it in (await adapted.client.models())[0].adapters if it.name not in ("a", "b", "changing")
     ] == []
-
-
-async def test_tenants_may_not_load_adapters_without_permission(made: Path) -> None:
-    async with (
-        LocalCluster(config(made)) as cluster,
-        outrider.AsyncClient(cluster.router_address) as client,
-    ):
-        with pytest.raises(Forbidden, match="adapter_loaders"):
-            await client.load_adapter("a", "a")
-        with pytest.raises(Forbidden, match="adapter_loaders"):
-            await client.unload_adapter("a")
 
 
 async def test_the_command_loads_lists_and_unloads(adapted: Adapted) -> None:

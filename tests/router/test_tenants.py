@@ -11,6 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
+import outrider
+from outrider.errors import Forbidden
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.router.fakes import FakeVerifier, announced
@@ -273,3 +275,17 @@ async def test_all_callers_without_keys_own_the_adapters(redis_url: str) -> None
         await rig.stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", folder="sql"))
         assert await adapters_of(rig, ()) == {"sql": "sql"}
         assert await generate_with(rig, verifier, "sql", ()) == "sql"
+
+
+async def test_tenants_may_not_load_adapters_without_permission(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.folders = {"sql"}
+    async with (
+        running_router(redis_url) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        outrider.AsyncClient(rig.address) as client,
+    ):
+        with pytest.raises(Forbidden, match="adapter_loaders"):
+            await client.load_adapter("sql", "sql")
+        with pytest.raises(Forbidden, match="adapter_loaders"):
+            await client.unload_adapter("sql")
