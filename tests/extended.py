@@ -132,9 +132,13 @@ MAIN = (  # of these, what `make test` runs nevertheless
         "tests/hostile/test_attacks.py::"
         f"test_an_attack_changes_no_answer_of_another_tenant_reads_nothing_and_takes_bounded_memory[{attack}]"
         for attack in (
+            "invalid-requests",
             "gateway-json",
+            "gateway-answers",
             "claims",
+            "grammars",
             "frames",
+            "adapters",
         )
     ),
     "tests/simulation/test_cluster.py::test_plain_decode_commits_a_token_a_pass",
