@@ -181,9 +181,8 @@ def _load_on_torch(it: _Settings) -> Engine:
     if it.threads is not None:
         torch.set_num_threads(it.threads)
     engine = _device_engine(it)
-    engine.samples_tokens = engine.restricts_tokens = engine.grows_trees = engine.begins_next_pass = (
-        False  # these gain where a device is apart
-    )
+    engine.samples_tokens = engine.restricts_tokens = False  # these gain where a device is apart
+    engine.grows_trees = engine.begins_next_pass = False
     engine.computed_by = f"torch, not by the compiled kernels: {reason}"
     log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", it.path, engine.computed_by)
     return engine

@@ -14,7 +14,6 @@ from outrider.errors import InvalidRequest
 from outrider.v1 import types_pb2 as pb
 
 # What others handle as it is.
-DescribeRequest = pb.DescribeRequest
 Heartbeat = pb.Heartbeat
 StepTree = pb.StepTree
 

@@ -56,9 +56,7 @@ class Traits:
     ranks: int = 1  # number of ranks that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
     samples_tokens: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
-    restricts_tokens: bool = (
-        False  # whether `sample` also applies filters; penalties only where two candidates are returned
-    )
+    restricts_tokens: bool = False  # whether `sample` applies filters; penalties only where it returns two candidates
     grows_trees: bool = False  # whether `grow` runs several levels of trees in one call
     frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     begins_next_pass: bool = False  # whether `run_on` begins the pass that follows

@@ -49,7 +49,7 @@ def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
             tree = Tree.random(alone, random, 9).segment(1, 80)
             with ranks.lead(folder) as leader:
                 assert leader.parameters == alone.parameters
-                assert leader.samples
+                assert leader.samples_tokens
                 assert_same(leader.forward([prompt(1, tokens)]), alone.forward([prompt(1, tokens)]))
                 for engine in (alone, leader, single):
                     engine.forward([prompt(1, tokens[:80], wanted=0)])
