@@ -69,7 +69,7 @@ class Parity:
         depths = [0] * nodes
         for node, parent in enumerate(parents):
             depths[node] = 1 + (depths[parent] if parent >= 0 else 0)
-        mask = tree_mask(1, [parent + 1 for parent in parents])[1:, 1:]
+        mask = np.ascontiguousarray(tree_mask(1, [parent + 1 for parent in parents])[1:, 1:])
         return Segment(slot, start, self.tokens(nodes), start - 1 + np.array(depths), mask)
 
 

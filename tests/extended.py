@@ -139,6 +139,9 @@ MAIN = (  # of these, what `make test` runs nevertheless
             "grammars",
             "frames",
             "adapters",
+            "drafters",
+            "handshakes",
+            "clocks",
         )
     ),
     "tests/simulation/test_cluster.py::test_plain_decode_commits_a_token_a_pass",
