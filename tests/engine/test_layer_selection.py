@@ -12,13 +12,27 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.padding import pad_checkpoint
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Engine
 from outrider.engine.layer_selection import kept_layers
 from outrider.errors import ConfigError
-from tests.engine.conftest import EngineClass
+from tests.engine.conftest import EngineClass, OnTorch
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, assert_same, keep_layers, make_checkpoint, prompt
 
 TOKENS = np.random.default_rng(3).integers(0, 50, 80)
+
+
+OF_ALL_DTYPES = pytest.mark.parametrize(
+    ("engine_class", "dtype"),
+    [
+        *(pytest.param(CpuEngine, dtype, id=f"compiled-{dtype}") for dtype in ("float32", "bfloat16", "int8", "int4")),
+        *(
+            pytest.param(OnTorch, dtype, id=f"torch-{dtype}", marks=pytest.mark.extended)
+            for dtype in ("float32", "bfloat16", "int4")
+        ),
+    ],
+    indirect=["engine_class"],
+)
 
 
 def load(engine_class: EngineClass, folder: Path, **options: Any) -> Engine:
@@ -52,7 +66,7 @@ def test_skipping_layers_equals_a_checkpoint_without_them(
     assert engine.kv_bytes == pruned.kv_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@OF_ALL_DTYPES
 def test_an_exit_behind_the_last_layer_is_the_model_bit_for_bit(engine_class: EngineClass, dtype: str) -> None:
     whole = load(engine_class, MODELS / "drafter", dtype=dtype)
     for same in (
@@ -63,7 +77,7 @@ def test_an_exit_behind_the_last_layer_is_the_model_bit_for_bit(engine_class: En
         assert (same.parameters, same.weight_bytes) == (whole.parameters, whole.weight_bytes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@OF_ALL_DTYPES
 def test_a_layer_whose_output_projections_are_zero_may_be_skipped_without_changing_a_bit(
     engine_class: EngineClass, dtype: str, tmp_path: Path
 ) -> None:

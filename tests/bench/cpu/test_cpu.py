@@ -93,5 +93,5 @@ def test_callers_by_http_count_the_tokens_that_the_verifier_commits(tmp_path: Pa
     subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     [measured] = json.loads(saved.read_text(encoding="utf-8"))
     assert measured["us"]["gateway"] > 0
-    assert measured["stages"]["gateway"]["serialize"] > 0
+    assert measured["stages"]["gateway"]["send"] > 0
     assert measured["tokens_per_s"] > 50
