@@ -104,11 +104,11 @@ class StepScheduler:
             self.learning.steering.governor.reconsider()
 
     def wake(self) -> None:
-        """Wakes the scheduler: something changed that may make a session ready or a tree better."""
+        """Wake the scheduler: something changed that may make a session ready or a tree better."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Run steps until cancelled. Stops when it ends, for whatever reason."""
+        """Run steps until cancelled, and stop, for whatever reason it ends."""
         try:
             while True:
                 await self.step()
@@ -116,7 +116,7 @@ class StepScheduler:
             self.stop()
 
     async def step(self) -> StepBatch:
-        """Run one step, once a session is ready. Returns it when its tokens are committed."""
+        """Run one step, once a session is ready. Return it when its tokens are committed."""
         await self.choice.follow_grammars()
         step = await self.choice.choose()
         logits = await self._forward(step)

@@ -1,4 +1,4 @@
-"""The keys in Redis, with who reads and writes each, for docs/redis.md."""
+"""The table of Redis' keys in docs/redis.md: what each holds, when it is written, and which roles use it."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class AsyncClient:
     async def watch(self, session: str) -> AsyncGenerator[StepTree, None]:
         """Yield a session's steps from now on: the verified trees and their accepted nodes.
 
-        End when the session is closed. Raises NotFound.
+        The last step is the one before the session is closed. Raises NotFound.
         """
         request = wire.WatchSessionRequest(session_id=_wire.encodable("session", session))
         async with aclosing(self._router.listen("Watch", request)) as steps:

@@ -53,7 +53,7 @@ class SessionHost(Protocol):
         """The progress of the owner's passes, for heartbeats."""
 
     def wake(self) -> None:
-        """Wakes the owner: something changed that may make a session ready or a tree better."""
+        """Wake the owner: something changed that may make a session ready or a tree better."""
 
     def on_drafter_connected(self, drafter_id: str) -> None:
         """A drafter's stream has opened."""

@@ -21,7 +21,7 @@ from outrider.errors import InvalidRequest
 from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc, types_pb2
-from outrider.wire.types import check_tokens, contract_from_pb, plan_from_pb
+from outrider.wire.types import MAX_DELTA_NODES, check_tokens, contract_from_pb, plan_from_pb
 
 # What others handle as it is.
 AttachRequest = pb.AttachRequest
@@ -43,7 +43,6 @@ TreeDelta = pb.TreeDelta
 Unsubscribe = pb.Unsubscribe
 Welcome = pb.Welcome
 
-MAX_DELTA_NODES = 1024
 MAX_NAME = 64
 SNAPSHOT_TOKENS = 4096
 SNAPSHOT_FEATURES = 4096  # rows of features in a whole snapshot, for its last tokens

@@ -17,7 +17,7 @@ from outrider.v1 import types_pb2 as pb
 Heartbeat = pb.Heartbeat
 StepTree = pb.StepTree
 
-MAX_DEPTH = 1024  # of a token tree
+MAX_DELTA_NODES = 1024
 
 
 def field_names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ def report_to_pb(report: StepReport) -> pb.StepReport:
 
 def report_from_pb(message: pb.StepReport) -> StepReport:
     """Return the report. Raises InvalidRequest for a step that is deeper than a tree can be."""
-    if max(message.accepted, message.verified_depth) > MAX_DEPTH:
-        raise InvalidRequest("report", f"accepts {message.accepted} nodes, at most {MAX_DEPTH} can be")
+    if max(message.accepted, message.verified_depth) > MAX_DELTA_NODES:
+        raise InvalidRequest("report", f"accepts {message.accepted} nodes, at most {MAX_DELTA_NODES} can be")
     return StepReport(*_figures(message))
 
 

@@ -49,7 +49,7 @@ plans = st.builds(
 reports = st.builds(
     StepReport,
     st.integers(0, 2**32 - 1),
-    *[st.integers(0, drafter.MAX_DELTA_NODES)] * 2,
+    *[st.integers(0, types.MAX_DELTA_NODES)] * 2,
     *[st.integers(0, 2**32 - 1)] * 5,
 )
 

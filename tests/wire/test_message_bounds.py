@@ -12,7 +12,7 @@ from outrider.core.acceptance.draft_distribution import MAX_TOKENS
 from outrider.errors import InvalidRequest
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
-from outrider.wire.drafter import MAX_DELTA_NODES, PART_BYTES, SNAPSHOT_TOKENS
+from outrider.wire.drafter import PART_BYTES, SNAPSHOT_TOKENS
 from outrider.wire.message_bounds import (
     LONG,
     MAX_FIELDS,
@@ -23,6 +23,7 @@ from outrider.wire.message_bounds import (
     decode,
     more_fields_than,
 )
+from outrider.wire.types import MAX_DELTA_NODES
 
 ID, LARGE = 150_000, 2**40
 PLAN = types_pb2.Plan(version=LARGE, depth=8, width=4, nodes=64, wait_us=1000, overlap=types_pb2.OVERLAP_NEVER)

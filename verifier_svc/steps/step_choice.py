@@ -105,7 +105,7 @@ class StepChoice:
             waited += time.monotonic() - held
 
     def select(self, works: list[SessionWork], now: float) -> tuple[StepBatch, VerificationBudget]:
-        """Add the best nodes of all trees to the works. Returns the step, and the budget that it keeps to."""
+        """Add the best nodes of all trees to the works. Return the step, and the budget that it keeps to."""
         cost, times = self._learning.cost, self._learning.times
         base = sum(work.end - work.start for work in works)
         rows: dict[Node, int] = {}

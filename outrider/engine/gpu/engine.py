@@ -402,7 +402,7 @@ class DeviceEngine(Engine):
         return (self._table.pages - self._table.free) * PAGE_ROWS * self.row_bytes
 
     def record(self) -> None:
-        """Record passes of all numbers of rows, so that none is recorded while texts wait. Take some seconds. An
+        """Record passes of all numbers of rows, so that none is recorded while texts wait, which takes some seconds. An
         engine for adapters records them twice, with the adapters' kernels and without.
 
         The largest are first: smaller ones then fit into the memory that they share. All ranks of a group record at

@@ -23,11 +23,6 @@ class Features:
         """Width of the features, in widths of the residual stream."""
         return len(self.layers) or 1
 
-    @property
-    def needs_last_layer(self) -> bool:
-        """Whether a pass computes the last layer also for rows whose logits are not wanted."""
-        return self.all_rows and not self.layers
-
     def check(self, layers: int) -> None:
         """Raise ConfigError when a model of `layers` layers does not have these features."""
         if missing := [layer for layer in self.layers if not 1 <= layer < layers]:
