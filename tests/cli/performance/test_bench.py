@@ -68,10 +68,10 @@ def test_a_cluster_is_measured_over_prompts() -> None:
 
 
 def tiny_cluster(folder: Path) -> ClusterConfig:
-    """A cluster whose drafter has the target's own model."""
+    """A cluster whose drafter has the target's own model, and which always waits for its drafts: they do not pay."""
     target = make_tiny(folder / "target", layers=2, width=32)
     return ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, policy="rounds", depth=4),
         verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
         drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
     )
