@@ -154,12 +154,12 @@ class VerifierSession(UpstreamSession):
 
     def tree_value(self) -> float:
         """Return the expected tokens of a step that verifies the best nodes within the plan, less the cost."""
-        plan, price = self.ceilings, self.terms.verified_price
+        plan, min_path_score = self.ceilings, self.terms.verified_min_path_score
         value = 1.0
         for score, _ in self.tree.best(plan.nodes, depth=plan.depth, width=plan.width):
-            if score <= price:
+            if score <= min_path_score:
                 break
-            value += score - price
+            value += score - min_path_score
         return value
 
     @property
@@ -220,7 +220,7 @@ class VerifierSession(UpstreamSession):
                 depth=plan.depth,
                 width=plan.width,
                 vocabulary=self.unpadded_vocabulary,
-                price=self.terms.verified_price,
+                min_path_score=self.terms.verified_min_path_score,
                 grammar=self.grammar,
             )
 

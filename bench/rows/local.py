@@ -1,7 +1,7 @@
 """Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
 What `outrider.upstream_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted
-where they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
+where they are proposed, commits are received where they are made. Credit, plans and terms work as on the wire.
 """
 
 from __future__ import annotations

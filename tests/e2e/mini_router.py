@@ -21,7 +21,7 @@ from outrider.wire.tickets import Permit, TicketSigner
 from outrider.wire.types import contract_to_pb, plan_to_pb, report_from_pb
 
 SIGNERS: dict[str, TicketSigner] = {}  # by the address of a server whose cluster `trust` was given
-# With overlap time has no price: drafters draft however fast the target is.
+# With overlap time costs nothing: drafters draft however fast the target is.
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
 _names = itertools.count(1)
 

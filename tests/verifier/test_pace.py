@@ -49,14 +49,14 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     session.subscribe(stream, 1, Calibration()).plan_version = 1
     for resting in (True, True, False):
         session.terms.set_overlap_mode(OverlapMode.REST if resting else OverlapMode.TURNS)
-        assert session.terms.price == (1.0 if resting else 0.0)
+        assert session.terms.min_path_score == (1.0 if resting else 0.0)
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert session.awaited != resting
         if resting:
             await assert_nothing_to_send(stream)
     frame = await stream.next()
     assert frame is not None
-    assert (list(frame.commit.tokens), frame.commit.price) == ([7, 7, 7], 0.0)
+    assert (list(frame.commit.tokens), frame.commit.min_path_score) == ([7, 7, 7], 0.0)
 
 
 async def test_drafters_are_paused_while_a_step_runs_unless_they_still_prefill() -> None:
@@ -71,13 +71,13 @@ async def test_drafters_are_paused_while_a_step_runs_unless_they_still_prefill()
     sink.sender.pause(session)
     frame = await begun.next()
     assert frame is not None
-    assert (frame.commit.position, list(frame.commit.tokens), frame.commit.price) == (3, [], 1.0)
+    assert (frame.commit.position, list(frame.commit.tokens), frame.commit.min_path_score) == (3, [], 1.0)
     await assert_nothing_to_send(reading)
     await assert_nothing_to_send(done)
     publish(sink, session, session.commit([Choice(8, 1.0, b"")], StepReport(), now=1.0))
     after = await begun.next()
     assert after is not None
-    assert (list(after.commit.tokens), after.commit.price) == ([8], 0.0)
+    assert (list(after.commit.tokens), after.commit.min_path_score) == ([8], 0.0)
 
 
 async def test_a_change_of_the_plan_reaches_drafters_at_rest() -> None:
@@ -89,14 +89,14 @@ async def test_a_change_of_the_plan_reaches_drafters_at_rest() -> None:
     sink.sender.refresh(session)
     frame = await stream.next()
     assert frame is not None
-    assert (list(frame.commit.tokens), frame.commit.price, frame.commit.plan.version) == ([7], 1.0, 1)
+    assert (list(frame.commit.tokens), frame.commit.min_path_score, frame.commit.plan.version) == ([7], 1.0, 1)
 
 
 async def test_drafters_do_not_delay_the_first_token() -> None:
     _, session = sink_and_session()
-    assert (session.terms.overlap_mode, session.terms.price) == (OverlapMode.TURNS, 1.0)
+    assert (session.terms.overlap_mode, session.terms.min_path_score) == (OverlapMode.TURNS, 1.0)
     session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
-    assert session.terms.price == 0.0
+    assert session.terms.min_path_score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,16 @@ async def test_the_plan_decides_whether_drafters_may_draft_ahead(overlap: Overla
         zip((OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST), followed, strict=True), 1
     ):
         session.terms.set_overlap_mode(way)
-        session.terms.held_price = 70.0
+        session.terms.hold_tokens_per_s = 70.0
         assert session.terms.overlap_mode is kept
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
     sink.sender.refresh(session)
     frame = await stream.next()
     assert frame is not None
-    assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.terms.ahead, not session.terms.ahead)
+    assert (frame.commit.ahead, frame.commit.time_cost_tokens_per_s > 0) == (
+        session.terms.ahead,
+        not session.terms.ahead,
+    )
 
 
 async def test_a_plan_in_rounds_delays_a_step_until_its_depth_or_its_wait_is_reached() -> None:

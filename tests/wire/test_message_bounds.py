@@ -53,7 +53,9 @@ LARGEST_DELTA = pb.TreeDelta(
     edges=bytes(MAX_DELTA_NODES),
     drawn=[pb.DrawnFrom(tokens=[ID] * MAX_TOKENS, weights=[65535] * MAX_TOKENS)] * MAX_DELTA_NODES,
 )
-COMMIT = pb.Commit(attachment=ID, position=9, tokens=[ID] * 256, plan=PLAN, price=0.5, credit=9, dropped=range(50))
+COMMIT = pb.Commit(
+    attachment=ID, position=9, tokens=[ID] * 256, plan=PLAN, min_path_score=0.5, credit=9, dropped=range(50)
+)
 CONTRACT = types_pb2.Contract(
     seed=LARGE,
     logit_bias=dict.fromkeys(range(4096), 1.5),

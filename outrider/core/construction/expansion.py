@@ -81,11 +81,11 @@ class DrafterFits:
         known = dict(zip(row.tokens.tolist(), relative.tolist(), strict=True))
         return [edge_from_code(edge_code(known.get(token, -math.inf) - normalizer)) for token in tokens]
 
-    def gain(self, scores: Iterable[float], width: int, price: float) -> float:
-        """Return the tokens that expanding nodes with these path scores is expected to add, less the price of verifying
-        their children."""
+    def gain(self, scores: Iterable[float], width: int, min_path_score: float) -> float:
+        """Return the tokens that expanding nodes with these path scores is expected to add, less `min_path_score`, the
+        tokens that verifying a child costs, for each of their children."""
         means = [child.mean for child in self._child_means[:width]] or [1.0]
-        return sum(max(0.0, score * chance - price) for score in scores for chance in means)
+        return sum(max(0.0, score * chance - min_path_score) for score in scores for chance in means)
 
     def kept(self, width: int) -> float:
         """Return what share of a level's expected gain the next level has, on average: that of the best `width`
@@ -143,16 +143,16 @@ class ScaleFit:
         return scores
 
 
-def floor_score(price: float, *, ahead: bool = False) -> float:
-    """Return the path score below which a node is not worth drafting: the price.
+def floor_score(min_path_score: float, *, ahead: bool = False) -> float:
+    """Return the path score below which a node is not worth drafting: `min_path_score`.
 
-    With `ahead`, nodes are also drafted for the step after the running one. Such a node must be worth the price below a
-    node that is itself worth the price, hence the price squared.
+    With `ahead`, nodes are also drafted for the step after the running one. Such a node must be worth verifying below a
+    node that is itself worth verifying, hence the square.
     """
-    return max(price * price if ahead else price, LOWEST_SCORE)
+    return max(min_path_score * min_path_score if ahead else min_path_score, LOWEST_SCORE)
 
 
-def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bool = False) -> list[Node]:
+def frontier(tree: TokenTree, plan: Plan, min_path_score: float, limit: int, *, ahead: bool = False) -> list[Node]:
     """Return the nodes to expand next: the root if it is not expanded, and the best unexpanded nodes worth drafting.
 
     The nodes stand best first by path score (OPT-Tree, arXiv 2406.17276), hence parents before children; there are at
@@ -161,7 +161,7 @@ def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bo
     if plan.depth == 0:
         return []
     first = [] if tree.root.expanded else [tree.root]
-    floor = floor_score(price, ahead=ahead)
+    floor = floor_score(min_path_score, ahead=ahead)
     worth = takewhile(lambda found: found[0] >= floor, tree.best_first(depth=plan.depth - 1, width=plan.width))
     held = worth if ahead else islice(worth, plan.nodes)
     return first + list(islice((node for _, node in held if not node.expanded), max(0, limit - len(first))))

@@ -1,7 +1,7 @@
 """Decides whether an optional feature that costs every step a little pays. The feature is tried, measured, and switched
 off while it does not pay.
 
-Lookahead decoding (docs/drafters.md, "Drafting without a model") and heads on the target use it. Gains and prices are
+Lookahead decoding (docs/drafters.md, "Drafting without a model") and heads on the target use it. Gains and costs are
 in tokens per step.
 """
 
@@ -13,20 +13,20 @@ from outrider.core.stats import FadingRatio
 
 TRIAL = 48  # steps of a trial
 LOSS = 0.01  # share of the committed tokens that trials may cost
-MAX_PRICE = 0.5  # tokens per step: a trial that costs more is postponed, because too many sessions would pay for it
+MAX_COST_TOKENS = 0.5  # tokens per step: a trial that costs more is postponed: too many sessions would pay for it
 MEMORY = 0.99  # weight of the past at each step
 
 
 class TrialGate:
-    """Compares a feature's measured gain with its price, both in tokens per step.
+    """Compares a feature's measured gain with its cost, both in tokens per step.
 
-    The gain is the average number of tokens that the feature added. The price is the number of tokens that the step in
+    The gain is the average number of tokens that the feature added. The cost is the number of tokens that the step in
     question could commit in the feature's time. So when passes become longer, or are shared by more sessions, the
     feature is switched off without a trial.
     """
 
-    def __init__(self, max_price: float = MAX_PRICE) -> None:
-        self._max_price = max_price
+    def __init__(self, max_cost_tokens: float = MAX_COST_TOKENS) -> None:
+        self._max_cost_tokens = max_cost_tokens
         self._gains = FadingRatio(MEMORY)  # of steps that used the feature
         self._left = TRIAL  # remaining steps of the running trial
         self._lost = 0.0  # tokens that the trial cost at most
@@ -46,16 +46,16 @@ class TrialGate:
         """Return the measured gain, and when the next trial is due."""
         return {"gain_tokens": self.gain, "trying": self.trying, "trial_in_tokens": max(0.0, self._due)}
 
-    def takes(self, price: float, *, trial: bool) -> bool:
-        """Return whether a step should use the feature at that price. With `trial`, also for a trial if one runs."""
-        return self.gain > price or (trial and self.trying and price <= self._max_price)
+    def takes(self, cost_tokens: float, *, trial: bool) -> bool:
+        """Return whether a step should use the feature at that cost. With `trial`, also for a trial if one runs."""
+        return self.gain > cost_tokens or (trial and self.trying and cost_tokens <= self._max_cost_tokens)
 
-    def observe(self, gain: float, price: float) -> None:
-        """Record a step that used the feature: the tokens that it added, and its price in tokens."""
+    def observe(self, gain: float, cost_tokens: float) -> None:
+        """Record a step that used the feature: the tokens that it added, and its cost in tokens."""
         self._gains.observe(gain)
         if self.trying:
             self._left -= 1
-            self._lost += price
+            self._lost += cost_tokens
             self._due = self._lost / LOSS
 
     def observe_unused(self, tokens: int) -> None:

@@ -91,9 +91,7 @@ class NoiseMixtureFit:
     def __init__(self) -> None:
         self._scale = ScaleFit(1.1)
         self._shares = [FadingRatio(MEMORY, hits=PRIOR / 2, attempts=PRIOR) for _ in BOUNDS]  # by class of positions
-        self._known = FadingRatio(
-            MEMORY, hits=PRIOR, attempts=PRIOR
-        )  # positions whose token was among the leading ones
+        self._known = FadingRatio(MEMORY, hits=PRIOR, attempts=PRIOR)  # positions whose token was a leading one
         self._passed = 0  # positions since the last trial where the noise was not used
 
     def share(self, found: Found) -> float:

@@ -271,8 +271,8 @@ OFF = Plan(depth=0, nodes=0, wait_us=0)
 class SentTerms(NamedTuple):
     """What drafting is worth, as an upstream sends it to its drafters with each commit."""
 
-    price: float = 0.0  # path score below which drafters need not draft; at 1 they rest
-    time_price: float = 0.0  # tokens that a second is worth while a step waits for drafters; 0: no step waits for them
+    min_path_score: float = 0.0  # path score below which drafters need not draft; at 1 they rest
+    time_cost_tokens_per_s: float = 0.0  # what a second is worth while a step waits for drafters; 0: no step waits
     ahead: bool = False  # whether drafters go on below nodes that may be in verification
 
 

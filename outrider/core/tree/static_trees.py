@@ -115,7 +115,7 @@ def depth_of(shape: Shape) -> int:
     return max((1 + depth_of(below) for below in shape), default=0)
 
 
-def priced_shape(
+def shape_by_objective(
     rates: Sequence[float],
     objective: Callable[[float, int, int], float],
     *,

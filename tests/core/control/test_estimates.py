@@ -40,7 +40,7 @@ COUNTS = {
 SHARES = {
     "claimed",
     "factor",
-    "verified_price",
+    "verified_min_path_score",
     "ratio",
     "low",
     "high",
@@ -99,7 +99,7 @@ def observed() -> dict[str, Any]:
     credit = CreditTracker()
     credit.observe((DrafterCredit("a", 4, 2, 2), DrafterCredit("b", 4, 1, 0)))
     terms = DraftingTerms(CEILINGS, drawn=False)
-    terms.held_price = 6.0
+    terms.hold_tokens_per_s = 6.0
     gate = TrialGate()
     gate.observe(0.5, 0.1)
     calibration = Calibration()
@@ -137,7 +137,7 @@ def test_the_estimates_shown_are_those_that_decide() -> None:
     (tiers,) = made["tiers"].estimates()
     assert (tiers["present"], set(tiers["arms"])) == ([0, 1], {"0", "1", "0+1"})
     assert made["credit"].estimates() == {"a": 2.0, "b": 0.0}
-    assert made["terms"].estimates()["held_price_tokens_per_s"] == 6.0
+    assert made["terms"].estimates()["hold_tokens_per_s"] == 6.0
     assert made["gate"].estimates()["gain_tokens"] == 0.5
     first, *others = made["calibration"].estimates()
     assert first["factor"] < 0.1

@@ -138,7 +138,7 @@ def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
     for _ in range(100):
         steering.on_step(sessions, [SessionTokens(it, 2, 2.0) for it in sessions], 0, 0.1)
     drafted = [it for it in sessions if not it.terms.resting]
-    assert sum(it.terms.time_price for it in drafted) == pytest.approx(80.0)
+    assert sum(it.terms.time_cost_tokens_per_s for it in drafted) == pytest.approx(80.0)
 
 
 def test_rates_are_reported_after_drafting_was_compared_with_plain_decoding() -> None:

@@ -66,7 +66,7 @@ async def test_an_exhausted_drafter_sends_no_node_before_the_next_commit(drafter
         await asyncio.sleep(0.2)
         assert stream.inbox.of("delta")[-1].exhausted
         stream.inbox.frames.clear()
-        stream.commit(text.prompt, len(text.prompt), price=1.0)  # nothing is worth it: the delta is empty
+        stream.commit(text.prompt, len(text.prompt), min_path_score=1.0)  # nothing is worth it: the delta is empty
         frame = await stream.inbox.take("delta")
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
 

@@ -53,7 +53,7 @@ TERMS: Sequence[dict[str, Any]] = (
 class Always(TrialGate):
     """A judge that every round pleases."""
 
-    def takes(self, price: float, *, trial: bool) -> bool:
+    def takes(self, cost_tokens: float, *, trial: bool) -> bool:
         return True
 
 
@@ -323,7 +323,7 @@ async def test_heads_that_bring_nothing_rest_and_are_tried_again(
 ) -> None:
     """After a trial there are no rounds, in this session and in others of its kind, until the next one is due."""
     observe = TrialGate.observe
-    monkeypatch.setattr(TrialGate, "observe", lambda worth, gain, price: observe(worth, 0.0, 1.0))
+    monkeypatch.setattr(TrialGate, "observe", lambda worth, gain, cost_tokens: observe(worth, 0.0, 1.0))
     random_heads("mlp", target, tmp_path)
     async with Cluster(target, tmp_path) as cluster:
         await commits_of(cluster.open(0, most=TRIAL + 30, temperature=0.0))

@@ -40,7 +40,7 @@ TEXT = (1, 2, 3, 1, 2, 3, 1)
 class Always(TrialGate):
     """A judge that every window pleases."""
 
-    def takes(self, price: float, *, trial: bool) -> bool:
+    def takes(self, cost_tokens: float, *, trial: bool) -> bool:
         return True
 
 
@@ -78,7 +78,7 @@ def test_a_session_alone_tries_its_window_and_the_step_counts_its_rows() -> None
     assert windows_in(step) == [ROWS]
     assert step.tokens == 1 + len(step.works[0].nodes) + ROWS
     assert budget.seconds >= CHEAP.seconds(step.tokens)
-    assert step.works[0].window_price > 0.0
+    assert step.works[0].window_cost_tokens > 0.0
 
 
 def test_one_of_several_sessions_has_its_window_on_trial() -> None:
@@ -166,7 +166,7 @@ def test_ngram_drafts_are_replaced_and_drafters_nodes_stay() -> None:
     root = len(TEXT) - 1
     tree.graft(1, Delta(root, extend(EMPTY, TEXT), 1, (0, 1, 0), (2, 9, 7), (-1.0, -0.1, -0.1)))
     assert session.ngram_proposer is not None
-    session.ngram_proposer.grow(tree, nodes=0, depth=8, width=4, vocabulary=VOCABULARY, price=0.0)
+    session.ngram_proposer.grow(tree, nodes=0, depth=8, width=4, vocabulary=VOCABULARY, min_path_score=0.0)
     assert {token: set(node.children) for token, node in tree.root.children.items()} == {2: {9}, 7: set()}
     tree.check_integrity()
 

@@ -101,9 +101,9 @@ class Steering:
         self.governor.observe(self._load, StepOutcome(work, expected, seconds, len(self._eligible), drafting))
         if self.governor.arm != before or len(sessions) != self._applied:
             self.apply(sessions)
-        held_price = self._rate.ratio / max(1, len(self._drafted))  # a hold delays all, for those drafted for
+        hold_tokens_per_s = self._rate.ratio / max(1, len(self._drafted))  # a hold delays all, for those drafted for
         for session in self._drafted:
-            session.terms.held_price = held_price
+            session.terms.hold_tokens_per_s = hold_tokens_per_s
 
     def on_unmeasured_step(self, sessions: Collection[SteeredSession]) -> None:
         """Take account of a step before which the verifier had nothing to do: its time shows nothing."""

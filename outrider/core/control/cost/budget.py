@@ -110,7 +110,7 @@ class VerificationBudget(NamedTuple):
     nodes: int  # how many of the best nodes
     expected: float  # tokens that the step is expected to commit
     seconds: float  # expected, from the end of the step before to the end of this one
-    price: float  # path score below which a node is not worth verifying
+    min_path_score: float  # path score below which a node is not worth verifying
 
 
 def choose_budget(
@@ -132,4 +132,4 @@ def choose_budget(
             best = VerificationBudget(count, expected, seconds, score)
     here = base + best.nodes
     slope = (cost.seconds(here + SLOPE_SPAN) - cost.seconds(here)) / SLOPE_SPAN
-    return best._replace(price=min(1.0, slope * best.expected / best.seconds))
+    return best._replace(min_path_score=min(1.0, slope * best.expected / best.seconds))

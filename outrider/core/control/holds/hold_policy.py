@@ -37,9 +37,7 @@ class HoldPolicy:
     pays. All times are in seconds."""
 
     def __init__(self) -> None:
-        self._patterns: dict[
-            bool, ArrivalPatterns
-        ] = {}  # by whether a session is greedy, because drafters predict greedy text better
+        self._patterns: dict[bool, ArrivalPatterns] = {}  # by whether a session is greedy: drafters do better there
 
     def patterns(self, *, greedy: bool) -> ArrivalPatterns:
         """Return the arrival patterns that greedy, or other, sessions share."""
