@@ -264,10 +264,10 @@ def _control(steering: Steering) -> pb.Control:
             pb.ArmComparison(
                 usual=str(usual),
                 arm=str(arm),
-                ratio=difference.ratio,
-                low=difference.lowest or 0.0,
-                high=difference.highest or 0.0,
+                ratio=shown["ratio"],
+                low=shown["low"] or 0.0,
+                high=shown["high"] or 0.0,
             )
-            for usual, arm, difference in governor.compared()
+            for usual, arm, shown in governor.compared()
         ],
     )

@@ -44,10 +44,11 @@ class FadingRatio:
         self.hits = hits
         self.attempts = attempts
 
-    def observe(self, hits: float, attempts: float = 1.0) -> None:
-        """Add some hits of some attempts."""
-        self.hits = self._memory * self.hits + hits
-        self.attempts = self._memory * self.attempts + attempts
+    def observe(self, hits: float, attempts: float = 1.0, *, steps: float = 1.0) -> None:
+        """Add some hits of some attempts, which count as `steps` observations for what fades."""
+        memory = self._memory if steps == 1.0 else self._memory**steps
+        self.hits = memory * self.hits + hits
+        self.attempts = memory * self.attempts + attempts
 
     @property
     def ratio(self) -> float:

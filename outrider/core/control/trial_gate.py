@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.core.control.trials import TrialBound
 from outrider.core.stats import FadingRatio
 
 TRIAL = 48  # steps of a trial
-LOSS = 0.01  # share of the committed tokens that trials may cost
+BOUND = TrialBound(loss=0.01)  # of trials, in committed tokens
 MAX_COST_TOKENS = 0.5  # tokens per step: a trial that costs more is postponed: too many sessions would pay for it
 MEMORY = 0.99  # weight of the past at each step
 
@@ -56,7 +57,7 @@ class TrialGate:
         if self.trying:
             self._left -= 1
             self._lost += cost_tokens
-            self._due = self._lost / LOSS
+            self._due = BOUND.pause(self._lost)
 
     def observe_unused(self, tokens: int) -> None:
         """Record a step that did not use the feature though it could have, and the tokens that the step committed."""

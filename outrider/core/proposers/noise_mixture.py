@@ -85,7 +85,8 @@ class NoiseMixtureFit:
     """The mixture's weight, by how certain the source is, and the scale of the noise; for one class of contracts.
 
     The weight is the noise's average share of the probability of the target's token. Where the weight is below
-    `MIN_SHARE`, the noise is used only at one of `TRIAL_INTERVAL` positions.
+    `MIN_SHARE`, the noise is used only at one of `TRIAL_INTERVAL` positions. These are no trials of
+    `outrider.core.control.trials`: a position costs always the same, so a fixed share of them bounds the cost.
     """
 
     def __init__(self) -> None:

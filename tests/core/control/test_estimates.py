@@ -28,7 +28,6 @@ CEILINGS = Plan(depth=8, width=4, nodes=24, wait_us=20_000)
 UNITS = ("_s", "_tokens", "_per_s", "_per_step", "_steps")
 COUNTS = {
     "steps",
-    "windows",
     "switches",
     "pairs",
     "sessions",
@@ -155,5 +154,5 @@ def test_arrival_patterns_begin_empty() -> None:
         "fresh": [],
         "kept": [],
         "starting": [],
-        "trial_after_steps": 2,
+        "trial_in_steps": 2,
     }

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from outrider.core.control.arms.governor import SETTLING
-from outrider.core.control.arms.load_governor import MAX_PAIRS, MIN_PAIRS
-from outrider.core.control.paired_trial import PairedDifference, PairedTrial
+from outrider.core.control.trials import TUNING, PairedDifference, PairedTrial
 
 RECORDED = Path(__file__).parent / "recorded_steps.npz"
 APART = 3  # steps between the beginnings of two trials
@@ -36,7 +35,7 @@ def trials(steps: np.ndarray[Any, Any], pairs: int) -> Iterator[PairedDifference
 
 def test_the_intervals_hold_at_their_stated_rate() -> None:
     with np.load(RECORDED) as recorded:
-        for pairs in (MIN_PAIRS, 5, MAX_PAIRS):
+        for pairs in (TUNING.min_pairs, 5, TUNING.max_pairs):
             found = [it for name in recorded.files for it in trials(recorded[name].astype(float), pairs)]
             held = sum(it.low < 0.0 < it.high for it in found) / len(found)
             assert 0.93 < held < 0.97, pairs

@@ -1,6 +1,6 @@
 """What costs every step a little is tried now and then, and stays while it brings more than it costs."""
 
-from outrider.core.control.trial_gate import LOSS, MAX_COST_TOKENS, TRIAL, TrialGate
+from outrider.core.control.trial_gate import BOUND, MAX_COST_TOKENS, TRIAL, TrialGate
 
 
 def run(gate: TrialGate, steps: int, gain: float, cost_tokens: float, committed: int = 1) -> list[bool]:
@@ -25,7 +25,7 @@ def test_a_proposer_that_does_not_pay_costs_a_hundredth() -> None:
     assert all(taken[:TRIAL])
     assert not any(taken[TRIAL : 2 * TRIAL])
     assert sum(taken) >= 2 * TRIAL  # it was tried again
-    assert sum(taken) * cost_tokens <= LOSS * steps + TRIAL * cost_tokens
+    assert sum(taken) * cost_tokens <= BOUND.loss * steps + TRIAL * cost_tokens
 
 
 def test_a_proposer_that_begins_to_pay_is_found_and_one_that_ceases_is_dropped() -> None:

@@ -12,7 +12,6 @@ from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.arms.delay_budget import DelayBudget
 from outrider.core.control.arms.load_governor import LoadGovernor
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
-from outrider.core.control.paired_trial import PairedDifference
 from outrider.core.stats import FadingRatio
 
 SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
@@ -116,9 +115,9 @@ class Governor:
             return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
         return self._present.reason
 
-    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
+    def compared(self) -> list[tuple[Arm, Arm, dict[str, float | None]]]:
         """Return what was compared under the present load: the usual arm of then, the other one, and by how much that
-        was faster."""
+        was faster (`PairedDifference.estimates`)."""
         return [] if self._present is None else self._present.compared()
 
     def estimates(self) -> dict[str, Any]:

@@ -13,21 +13,18 @@ from typing import Any
 from outrider.core.control.arms.arm import MODES, PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.arms.delay_budget import DelayBudget, Recovery
 from outrider.core.control.arms.overlap import OverlapMode
-from outrider.core.control.paired_trial import PairedDifference, PairedTrial
+from outrider.core.control.trials import PairedDifference, PairedTrial, TrialBound, TrialSchedule
 from outrider.core.stats import FadingRatio
 
 DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
 OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
 MARGIN = math.log(1.01)  # an arm must be faster than plain decoding by this to take its place, and to keep it
 HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
-MIN_PAIRS, MAX_PAIRS = 3, 8  # fewest pairs (earlier trials included) for a verdict; most pairs in one trial
 REST_S = 3.0  # pause after the usual arm changes before another mode is tried; plain decoding waits four times as long
 WAIT_S = 2.0  # longest wait for the drafters of a challenger
 GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
 SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
-LOSS = 0.005  # share of the time that trials may cost
-APART = 10.0  # least time between two trials of an arm, in multiples of the first one's duration
-RETRY_S = (4.0, 120.0)  # pause before a beaten arm is retried: after its first loss, and at most; each loss doubles it
+BOUND = TrialBound(loss=0.005, apart=10.0, first=4.0, longest=120.0)  # of an arm's trials, in seconds
 
 
 class LoadGovernor:
@@ -48,7 +45,7 @@ class LoadGovernor:
             self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
             self._plain_left = OPENING
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
-        self._trial: _Running | None = None
+        self._trial: _ArmTrial | None = None
         self._first: Arm | None = None  # the next to be tried, before all others that are due
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
@@ -64,14 +61,14 @@ class LoadGovernor:
         if self._halted:
             return PLAIN
         trial = self._trial
-        return trial.challenger if trial is not None and trial.pairs.challenged else self.usual
+        return trial.challenger if trial is not None and trial.challenged else self.usual
 
     @property
     def reason(self) -> str:
         """Why the arm is in force, for people."""
         if self._trial is not None:
             return f"{self._trial.challenger} has a trial against {self.usual}"
-        judged = {challenger: record.difference for usual, challenger, record in self._judged() if usual == self.usual}
+        judged = {arm: record.difference for usual, arm, record in self._judged() if usual == self.usual}
         if not judged:
             return "nothing else was compared with it yet"
         best = max(judged, key=lambda arm: judged[arm].mean)
@@ -92,18 +89,14 @@ class LoadGovernor:
         trial = self._trial
         challenged = arm == trial.challenger
         trial.spend(plain_seconds, step.seconds, challenged=challenged)
-        if trial.pairs.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
+        if trial.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
             trial.waited += step.seconds
             if trial.waited < WAIT_S:
                 return
             if not step.drafting:
                 self._defeat(trial)
                 return
-        if (
-            settled
-            and trial.pairs.challenged is challenged
-            and trial.pairs.observe(plain_seconds, step.work.tokens, step.seconds)
-        ):
+        if settled and trial.challenged is challenged and trial.observe(plain_seconds, step.work.tokens, step.seconds):
             self._decide(trial)
 
     def record(self, arm: Arm, plain_seconds: float, seconds: float) -> None:
@@ -137,7 +130,7 @@ class LoadGovernor:
         if self._floor_s:  # a challenger had spent what the usual arm would have needed
             self._prefer(stopped)
         else:
-            self._record(stopped).defeat(self._now, 0.0, 0.0)
+            self._record(stopped).fail(self._now)
             self._prefer(stopped.in_other_mode)
 
     def resume(self) -> None:
@@ -148,13 +141,13 @@ class LoadGovernor:
     def pause(self) -> None:
         """Leave an incomplete pair out, because the load has changed."""
         if self._trial is not None:
-            self._trial.pairs.restart_pair()
+            self._trial.restart_pair()
 
     def reconsider(self) -> None:
         """Try all arms again soon."""
         self._next = 0.0
         for record in self._records.values():
-            record.due, record.interval = min(record.due, self._now + RETRY_S[0]), RETRY_S[0]
+            record.forgive(self._now)
 
     def estimates(self) -> dict[str, Any]:
         """Return the usual arm, the running trial, and all comparisons."""
@@ -177,9 +170,9 @@ class LoadGovernor:
             ],
         }
 
-    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
+    def compared(self) -> list[tuple[Arm, Arm, dict[str, float | None]]]:
         """See `Governor.compared`."""
-        return [(usual, arm, record.difference) for usual, arm, record in self._judged()]
+        return [(usual, arm, record.difference.estimates()) for usual, arm, record in self._judged()]
 
     def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
         return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
@@ -204,7 +197,7 @@ class LoadGovernor:
             return
         arm = min(due, key=lambda arm: (arm != self._first, arm.denominator or math.inf, records[arm].due))
         self._first = None
-        self._trial = _Running(arm, PairedTrial(records[arm].difference))
+        self._trial = _ArmTrial(arm, records[arm].difference)
 
     def _candidates(self) -> Iterator[Arm]:
         """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""
@@ -229,32 +222,24 @@ class LoadGovernor:
             if record is None or not record.difference.pairs or record.difference.high < HARMLESS:
                 break
 
-    def _decide(self, trial: _Running) -> None:
-        """End the trial when the pair that is complete has made it clear, or when there were enough of them."""
-        difference = trial.pairs.difference
-        if difference.pairs < MIN_PAIRS:
-            return
+    def _decide(self, trial: _ArmTrial) -> None:
+        """End the trial if the pair that is complete has made it clear, or if there were enough of them."""
         margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
-        enough = trial.pairs.blocks >= 2 * MAX_PAIRS
-        if difference.low > margin or (enough and difference.mean > self._tie_margin(trial.challenger)):
+        tie_margin = math.inf if self.usual == PLAIN else 0.0 if trial.challenger == PLAIN else MARGIN
+        wins = trial.verdict(margin, tie_margin)
+        if wins:
             self._trial = None
             beaten, self.usual = self.usual, trial.challenger
             self._next = self._now
             record = self._record(beaten)
-            record.difference = difference.reversed()
-            record.defeat(self._now, trial.lost_by_usual, trial.lasted)
-        elif difference.high < margin or enough:
+            record.difference = trial.difference.reversed()
+            record.fail(self._now, trial.lost(by_challenger=False), trial.lasted)
+        elif wins is not None:
             self._defeat(trial)
 
-    def _tie_margin(self, challenger: Arm) -> float:
-        """Return by how much a challenger must be faster, at the mean, when the pairs leave it open which arm is."""
-        if self.usual == PLAIN:
-            return math.inf
-        return 0.0 if challenger == PLAIN else MARGIN
-
-    def _defeat(self, trial: _Running) -> None:
+    def _defeat(self, trial: _ArmTrial) -> None:
         self._trial = None
-        self._record(trial.challenger).defeat(self._now, trial.lost, trial.lasted)
+        self._record(trial.challenger).fail(self._now, trial.lost(by_challenger=True), trial.lasted)
 
     def _record(self, challenger: Arm) -> _Record:
         """Return the record of a challenger. Only a larger share in the same mode is tried without a pause."""
@@ -267,51 +252,21 @@ class LoadGovernor:
         return self._records[self.usual, challenger]
 
 
-class _Record:
+class _Record(TrialSchedule):
     """What is known of a challenger beside a usual arm, and when it is tried again."""
 
     def __init__(self, due: float) -> None:
+        super().__init__(BOUND, due)
         self.difference = PairedDifference()
-        self.due = due  # when the next trial may begin
-        self.interval = RETRY_S[0]
-
-    def defeat(self, now: float, lost: float, lasted: float) -> None:
-        """Postpone the next trial, after one that took `lasted` seconds and lost `lost`."""
-        self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
-        self.interval = min(RETRY_S[1], 2.0 * self.interval)
 
 
-class _Running:
-    """A trial that runs."""
+class _ArmTrial(PairedTrial):
+    """A trial of an arm."""
 
-    def __init__(self, challenger: Arm, pairs: PairedTrial) -> None:
+    def __init__(self, challenger: Arm, difference: PairedDifference) -> None:
+        super().__init__(difference)
         self.challenger = challenger
-        self.pairs = pairs
         self.waited = 0.0  # seconds, for drafters
-        self._plain = [0.0, 0.0]  # [usual, challenger] seconds that plain decoding would have taken
-        self._took = [0.0, 0.0]  # [usual, challenger] seconds, with those of settling
-
-    def spend(self, plain_seconds: float, seconds: float, *, challenged: bool) -> None:
-        self._plain[challenged] += plain_seconds
-        self._took[challenged] += seconds
-
-    @property
-    def lasted(self) -> float:
-        return sum(self._took)
-
-    @property
-    def lost(self) -> float:
-        """Seconds that the challenger's steps took longer than the usual arm would have taken."""
-        return self._lost(0, 1)
-
-    @property
-    def lost_by_usual(self) -> float:
-        """Seconds that the usual arm's steps took longer than the challenger would have taken."""
-        return self._lost(1, 0)
-
-    def _lost(self, better: int, worse: int) -> float:
-        pace = self._took[better] / self._plain[better] if self._plain[better] else 1.0
-        return max(0.0, self._took[worse] - pace * self._plain[worse])
 
 
 def _distinct(sessions: int) -> Iterator[int]:

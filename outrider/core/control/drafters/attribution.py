@@ -28,7 +28,8 @@ class CreditTracker:
     """Averages the contribution of each drafter of one tree, in accepted tokens per step.
 
     A drafter contributes what would be lost without it: accepted tokens that no other drafter had drafted. Two drafters
-    that always send the same nodes contribute nothing each, so only one drafter is removed at a time.
+    that always send the same nodes contribute nothing each, so only one drafter is removed at a time. This is no trial
+    (`outrider.core.control.trials`): all drafters draft in every step, so what each adds is counted, not compared.
 
     Source of the tree that several drafters share: SpecInfer (Miao et al., arXiv 2305.09781, section 3).
     """

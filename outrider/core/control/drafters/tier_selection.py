@@ -14,26 +14,12 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+from outrider.core.control.trials import TrialBound
 from outrider.core.stats import FadingRatio
 
 Tiers = frozenset[int]
 MEMORY = 0.95  # weight of the past at each window
 ALL_SETS = 3  # up to this many tiers every set is tried; beyond, all tiers, all but one, and single tiers
-
-
-class Speed(FadingRatio):
-    """Tokens per second over some tens of the latest windows."""
-
-    __slots__ = ("windows",)
-
-    def __init__(self) -> None:
-        super().__init__(MEMORY)
-        self.windows = 0
-
-    def observe(self, hits: float, attempts: float = 1.0) -> None:
-        """Add a window: its tokens, and its seconds."""
-        self.windows += 1
-        super().observe(hits, attempts)
 
 
 class TierSelector:
@@ -42,7 +28,8 @@ class TierSelector:
 
     It begins with heats: each arm has a window, and each that was not clearly slower than the fastest has another one,
     until one is left, or HEATS are over. So three tiers, seven sets, are settled after some ten short windows; earlier
-    where an arm uses up the verifier's delay budget, and some other is known to pay.
+    where an arm uses up the verifier's delay budget, and some other is known to pay. Trials are not in blocks A B B A
+    (`PairedTrial`), because drafters that begin read the text first: each change of the arm costs a part of a window.
     """
 
     HEATS = 2
@@ -51,12 +38,11 @@ class TierSelector:
     PROOF = (1, 4)  # windows of a trial: at least, and at most
     CLEAR = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
     ENOUGH = 400  # work since the change, for example tokens, from which the smaller number of windows suffices
-    LOSS = 0.01  # share of the time that trials of one arm may cost
-    APART = 5.0  # time between two trials of an arm at least, in multiples of a trial's duration
+    BOUND = TrialBound(loss=0.01, apart=5.0)  # of the trials of one arm, in seconds
 
     def __init__(self, arms: Iterable[Tiers]) -> None:
         """`arms`: in the order of the first heat."""
-        self._speeds = {arm: Speed() for arm in arms}
+        self._speeds = {arm: FadingRatio(MEMORY) for arm in arms}
         self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
         self._heats = 0  # heats that are over
         self._heat = deque(self._speeds)  # arms whose window in this heat is to come
@@ -102,11 +88,7 @@ class TierSelector:
             "arm": self.name(self.arm),
             "settled": self._settled,
             "arms": {
-                self.name(arm): {
-                    "per_s": speed.ratio,
-                    "windows": speed.windows,
-                    "trial_in_s": max(0.0, self._due[arm]),
-                }
+                self.name(arm): {"per_s": speed.ratio, "trial_in_s": max(0.0, self._due[arm])}
                 for arm, speed in tuple(self._speeds.items())
             },
         }
@@ -142,7 +124,7 @@ class TierSelector:
             if self._settled or len(again) < 2:
                 self._heats = self.HEATS
                 self._kept = order[0]
-                apart = self.APART * self.PROOF[0] * self.WINDOW_S
+                apart = self.BOUND.pause(0.0, self.PROOF[0] * self.WINDOW_S)
                 self._due = {arm: apart * place for place, arm in enumerate(order)}
                 self._follow(order[0])
                 return
@@ -158,13 +140,13 @@ class TierSelector:
         if self.arm == self._kept:
             due = min((arm for arm in self._due if arm != self.arm), key=lambda arm: self._due[arm])
             if self._due[due] <= 0.0:
-                self._speeds[due] = Speed()
+                self._speeds[due] = FadingRatio(MEMORY)
                 self._follow(due)
             return
         loser, winner = sorted((self.arm, self._kept), key=lambda arm: self._speeds[arm].ratio)
         usual = self._speeds[self._kept].ratio
         lost = self._seconds - self._done / usual if usual else 0.0
-        self._due[loser] = max(lost / self.LOSS, self.APART * self._seconds)
+        self._due[loser] = self.BOUND.pause(lost, self._seconds)
         self._kept = winner
         self._follow(winner)
 

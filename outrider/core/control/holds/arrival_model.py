@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from outrider.core.control.trials import TrialBound, TrialSchedule
 from outrider.core.stats import Ema
 
 EMA_WEIGHT = 0.15  # weight of one delta in an average
@@ -79,30 +80,32 @@ class ArrivalPattern:
 
 
 class HoldTrials:
-    """Schedules trial waits after waiting did not pay. The interval doubles with every trial, up to a maximum."""
+    """When a step is held back to see whether that pays again. Several sessions of one step count once."""
 
-    FIRST, LAST = 2, 64  # steps without a wait before a trial: at first, and at most
+    BOUND = TrialBound(first=2, longest=64)  # steps without a wait before a trial
 
     def __init__(self) -> None:
-        self.interval = self.FIRST  # steps without a wait before a trial
-        self._unwaited = 0
+        self._schedule = TrialSchedule(self.BOUND)
+        self._schedule.fail(0)
+        self._steps = 0
         self._at = 0.0
 
     def step(self, now: float) -> None:
-        """Count a step that ended at `now`. Several sessions of one step count once."""
+        """Count a step that ended at `now`."""
         if now != self._at:
-            self._unwaited += 1
+            self._steps += 1
             self._at = now
 
     @property
-    def due(self) -> bool:
-        """Whether a trial is due."""
-        return self._unwaited >= self.interval
+    def left(self) -> int:
+        """Steps without a wait until the next trial."""
+        return max(0, round(self._schedule.due) - self._steps)
 
     def wait(self, *, trial: bool) -> None:
         """Record that a wait begins: as a trial, or because waiting pays."""
-        self.interval = min(self.LAST, 2 * self.interval) if trial else self.FIRST
-        self._unwaited = 0
+        if not trial:
+            self._schedule.forgive(self._steps)
+        self._schedule.fail(self._steps)
 
 
 class ArrivalPatterns(NamedTuple):
@@ -133,7 +136,7 @@ class ArrivalPatterns(NamedTuple):
             "fresh": self.fresh.estimates(),
             "kept": self.kept.estimates(),
             "starting": self.starting.estimates(),
-            "trial_after_steps": self.trials.interval,
+            "trial_in_steps": self.trials.left,
         }
 
 
@@ -211,7 +214,7 @@ class Arrivals:
     @property
     def due(self) -> bool:
         """Whether a trial wait is due or runs: at once where nothing is known of such deltas."""
-        return self._count == 0 and (self._waited or not self.learned or self._patterns.trials.due)
+        return self._count == 0 and (self._waited or not self.learned or not self._patterns.trials.left)
 
     def later(self, now: float, seconds: float, rate: float) -> bool:
         """Return whether to run a step of `seconds` first and wait for the starting drafter afterwards. A second is
@@ -268,7 +271,7 @@ class Arrivals:
 
     def wait(self, *, trial: bool) -> None:
         """Record that a step waits for the next delta: as a trial, or because waiting pays."""
-        if not trial or self._patterns.trials.due:
+        if not trial or not self._patterns.trials.left:
             self._patterns.trials.wait(trial=trial)
         self._waited = True
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.core.control.paired_trial import BLOCK_STEPS, PairedDifference, PairedTrial
+from outrider.core.control.trials import TUNING, PairedDifference, PairedTrial
 
-STEPS = BLOCK_STEPS[1]
+STEPS = TUNING.block_steps[1]
 
 
 def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
