@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
-from outrider.core.control.arms.arm import Arm
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import Arm, OverlapMode
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
@@ -247,10 +246,10 @@ class StepScheduler:
         if session.heads is not None:
             session.heads.settle(session.tree, path, [choice.token for choice in choices])
         session.calibrate_verified(nodes, accepted)
-        drafter_credits = session.credits(nodes, accepted)
+        contributions = session.contributions(nodes, accepted)
         session.terms.verified_min_path_score = step.min_path_score
         session.wire_bytes = 0
-        commit = session.commit(choices, report, now, drafter_credits)
+        commit = session.commit(choices, report, now, contributions)
         self._keep(work, kept)
         if traced is not None and pending is not None:
             traced.after_commit(

@@ -259,7 +259,7 @@ def _control(steering: Steering) -> pb.Control:
         tokens_per_s=steering.tokens_per_s,
         plain_tokens_per_s=rate,
         plain_error=error,
-        delay_budget_s=governor.budget.level_s,
+        delay_budget_s=governor.budget.left_s,
         comparisons=[
             pb.ArmComparison(
                 usual=str(usual),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Weights of the past at each observation, so that about 20, 50 or 200 observations count: for what changes with the
+# load, with a text, and with a machine or a model.
+QUICK, RECENT, LONG = 0.95, 0.98, 0.995
+
 
 class Ema:
     """An exponential moving average. The first value is the mean; each later one moves it by its weight."""
@@ -37,7 +41,7 @@ class FadingRatio:
 
     __slots__ = ("_memory", "attempts", "hits")
 
-    def __init__(self, memory: float, *, hits: float = 0.0, attempts: float = 0.0) -> None:
+    def __init__(self, memory: float = RECENT, *, hits: float = 0.0, attempts: float = 0.0) -> None:
         """`memory`: what both totals are multiplied by before each observation, from 0 to 1; `hits` and `attempts`:
         what is assumed at first, and fades like observations."""
         self._memory = memory

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.sampling.sampler import Choice
-from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, PlanOverlap, StepReport
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.upstream_server.servicer import UpstreamServicer
@@ -35,10 +35,10 @@ async def assert_nothing_to_send(stream: UpstreamStream) -> None:
             await stream.next()
 
 
-def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[UpstreamServicer, VerifierSession]:
+def sink_and_session(overlap: PlanOverlap = PlanOverlap.MEASURED) -> tuple[UpstreamServicer, VerifierSession]:
     terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
     session = VerifierSession(
-        SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown()
+        SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns()
     )
     return UpstreamServicer("verifier", b"", TicketVerifier(no_keys, time.time)), session
 
@@ -102,12 +102,14 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
 @pytest.mark.parametrize(
     ("overlap", "followed"),
     [
-        (Overlap.MEASURED, [OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST]),
-        (Overlap.ALWAYS, [OverlapMode.AHEAD, OverlapMode.AHEAD, OverlapMode.AHEAD]),
-        (Overlap.NEVER, [OverlapMode.TURNS, OverlapMode.TURNS, OverlapMode.REST]),
+        (PlanOverlap.MEASURED, [OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST]),
+        (PlanOverlap.ALWAYS, [OverlapMode.AHEAD, OverlapMode.AHEAD, OverlapMode.AHEAD]),
+        (PlanOverlap.NEVER, [OverlapMode.TURNS, OverlapMode.TURNS, OverlapMode.REST]),
     ],
 )
-async def test_the_plan_decides_whether_drafters_may_draft_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
+async def test_the_plan_decides_whether_drafters_may_draft_ahead(
+    overlap: PlanOverlap, followed: list[OverlapMode]
+) -> None:
     sink, session = sink_and_session(overlap)
     stream = UpstreamStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
@@ -128,7 +130,7 @@ async def test_the_plan_decides_whether_drafters_may_draft_ahead(overlap: Overla
 
 
 async def test_a_plan_in_rounds_delays_a_step_until_its_depth_or_its_wait_is_reached() -> None:
-    policy, sessions = HoldPolicy(), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
+    policy, sessions = HoldPolicy(), [sink_and_session(PlanOverlap.ROUNDS)[1] for _ in range(3)]
     assert policy.required_hold(sessions, 1.0) == (None, 0.0)  # before the first commit
     for session in sessions:
         session.subscribe(UpstreamStream("one", Heartbeat), 1, Calibration())

@@ -69,7 +69,7 @@ DECODED = verifier_pb2.DecodeCommit(
     gaps=[0.5] * 4,
     report=REPORT,
     logprobs=bytes(400),
-    credits=[verifier_pb2.DrafterCredit(drafter_id="drafter-00c0ffee", verified=9)] * 16,
+    contributions=[verifier_pb2.DrafterContribution(drafter_id="drafter-00c0ffee", verified=9)] * 16,
 )
 SENT: dict[str, tuple[MessageBound, Message]] = {
     "deltas": (REQUEST, pb.DraftUp(deltas=[DELTA] * MAX_TOGETHER)),

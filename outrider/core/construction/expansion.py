@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.construction.self_repetition import Hint, RepeatFit
 from outrider.core.sampling.filters import FloatRow, best_of
 from outrider.core.session.contract import Plan
-from outrider.core.stats import Ema
+from outrider.core.stats import RECENT, Ema
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.static_trees import RankRates
@@ -24,7 +24,6 @@ RANKS = 16  # ranks among a row's candidates whose acceptance is measured
 SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
 LOWEST_SCORE = 0.003  # a path score below this is never worth a node
 RESEND_THRESHOLD = 0.25  # rise of the logarithm of a sent node's edge score from which the node is sent again
-MEMORY = 0.98  # weight of the past at each observation
 EMA_WEIGHT = 0.02  # weight of one row in the average child probabilities
 
 
@@ -134,7 +133,7 @@ class ScaleFit:
             return
         relative = (row.scores - row.scores[0])[None, :] / np.array(SCALES)[:, None]
         chance = relative[:, hit[0]] - np.log(np.exp(relative).sum(axis=1))
-        self._likelihood = MEMORY * self._likelihood + chance
+        self._likelihood = RECENT * self._likelihood + chance
         self.scale = SCALES[int(self._likelihood.argmax())]
 
     def relative(self, row: Candidates) -> FloatRow:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.core.control.arms.overlap import OverlapMode
-from outrider.core.session.contract import Overlap, Plan, SentTerms
+from outrider.core.control.arms.arm import OverlapMode
+from outrider.core.session.contract import Plan, PlanOverlap, SentTerms
 
 RESTING_SCORE = 1.0  # no node is better than certain
 
@@ -33,15 +33,15 @@ class DraftingTerms:
 
     def set_overlap_mode(self, mode: OverlapMode) -> None:
         """Set the overlap mode of the session's drafters, as far as the plan allows it."""
-        if self.plan.overlap is Overlap.ALWAYS:
+        if self.plan.overlap is PlanOverlap.ALWAYS:
             mode = OverlapMode.AHEAD
-        useless = self.plan.overlap is Overlap.NEVER or self._drawn
+        useless = self.plan.overlap is PlanOverlap.NEVER or self._drawn
         self.overlap_mode = OverlapMode.TURNS if self.rounds or (mode is OverlapMode.AHEAD and useless) else mode
 
     @property
     def rounds(self) -> bool:
         """Whether each step waits for all nodes that the plan allows, and verifies all of them."""
-        return self.plan.overlap is Overlap.ROUNDS
+        return self.plan.overlap is PlanOverlap.ROUNDS
 
     @property
     def takes_full_tree(self) -> bool:

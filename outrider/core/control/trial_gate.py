@@ -7,15 +7,23 @@ in tokens per step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.control.trials import TrialBound
-from outrider.core.stats import FadingRatio
+from outrider.core.stats import LONG, FadingRatio
 
-TRIAL = 48  # steps of a trial
-BOUND = TrialBound(loss=0.01)  # of trials, in committed tokens
-MAX_COST_TOKENS = 0.5  # tokens per step: a trial that costs more is postponed: too many sessions would pay for it
-MEMORY = 0.99  # weight of the past at each step
+
+@dataclass(frozen=True, slots=True)
+class GateTuning:
+    """How a feature is tried."""
+
+    steps: int = 48  # of a trial
+    trials: TrialBound = TrialBound(loss=0.01)  # of one feature, in committed tokens
+    max_cost_tokens: float = 0.5  # per step: a trial that costs more is postponed, for too many sessions would pay
+
+
+GATE = GateTuning()
 
 
 class TrialGate:
@@ -26,10 +34,10 @@ class TrialGate:
     feature is switched off without a trial.
     """
 
-    def __init__(self, max_cost_tokens: float = MAX_COST_TOKENS) -> None:
+    def __init__(self, max_cost_tokens: float = GATE.max_cost_tokens) -> None:
         self._max_cost_tokens = max_cost_tokens
-        self._gains = FadingRatio(MEMORY)  # of steps that used the feature
-        self._left = TRIAL  # remaining steps of the running trial
+        self._gains = FadingRatio(LONG)  # of steps that used the feature
+        self._left = GATE.steps  # remaining steps of the running trial
         self._lost = 0.0  # tokens that the trial cost at most
         self._due = 0.0  # tokens to commit until the next trial
 
@@ -57,11 +65,11 @@ class TrialGate:
         if self.trying:
             self._left -= 1
             self._lost += cost_tokens
-            self._due = BOUND.pause(self._lost)
+            self._due = GATE.trials.pause(self._lost)
 
     def observe_unused(self, tokens: int) -> None:
         """Record a step that did not use the feature though it could have, and the tokens that the step committed."""
         self._due -= tokens
         if not self.trying and self._due <= 0.0:
-            self._gains, self._lost = FadingRatio(MEMORY), 0.0
-            self._left = TRIAL
+            self._gains, self._lost = FadingRatio(LONG), 0.0
+            self._left = GATE.steps

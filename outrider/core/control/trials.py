@@ -27,7 +27,7 @@ class TrialTuning:
     kept: float = 0.5  # weight of the pairs of earlier trials
 
 
-TUNING = TrialTuning()
+TRIALS = TrialTuning()
 
 
 class PairedDifference:
@@ -92,7 +92,7 @@ class PairedTrial:
 
     def __init__(self, difference: PairedDifference) -> None:
         """`difference`: of the challenger from the usual way, from earlier trials. The trial adds to it."""
-        difference.fade(TUNING.kept)
+        difference.fade(TRIALS.kept)
         self.difference = difference
         self.challenged = False  # whether the challenger is in force now
         self.blocks = 0  # complete ones
@@ -112,8 +112,8 @@ class PairedTrial:
         self._tokens += tokens
         self._seconds += seconds
         self._steps += 1
-        least, most = TUNING.block_steps
-        if self._steps < least or (self._steps < most and self._tokens < TUNING.block_tokens):
+        least, most = TRIALS.block_steps
+        if self._steps < least or (self._steps < most and self._tokens < TRIALS.block_tokens):
             return False
         speed = math.log(max(self._work, 1e-9) / max(self._seconds, 1e-9))
         self._clear()
@@ -131,8 +131,8 @@ class PairedTrial:
         It wins if it is faster by `margin` with confidence, and loses if it surely is not. When there were enough pairs
         it wins if it is faster by `tie_margin` at the mean. Margins are logarithms of a ratio.
         """
-        difference, enough = self.difference, self.blocks >= 2 * TUNING.max_pairs
-        if difference.pairs < TUNING.min_pairs:
+        difference, enough = self.difference, self.blocks >= 2 * TRIALS.max_pairs
+        if difference.pairs < TRIALS.min_pairs:
             return None
         if difference.low > margin or (enough and difference.mean > tie_margin):
             return True

@@ -19,8 +19,8 @@ from outrider.core.construction.expansion import (
     propose,
 )
 from outrider.core.construction.self_repetition import Hint
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel, choose_budget
-from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals, HoldTrials, hold_seconds, pays
+from outrider.core.control.cost.budget import COST, CostModel, choose_budget
+from outrider.core.control.holds.arrival_model import HOLDS, ArrivalPatterns, Arrivals, hold_seconds, pays
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Plan
 from outrider.core.tree.token_tree import TokenTree
@@ -115,7 +115,7 @@ def test_the_node_budget_maximizes_goodput(scores: list[float], sessions: int, c
     budget = choose_budget(ranked, sessions, sessions, cost)
 
     def goodput(count: int) -> float:
-        return (sessions + sum(ranked[:count])) / (cost.seconds(sessions + count) + OVERHEAD_S)
+        return (sessions + sum(ranked[:count])) / (cost.seconds(sessions + count) + COST.overhead_s)
 
     assert goodput(budget.nodes) >= max(goodput(count) for count in range(len(ranked) + 1)) * (1 - 1e-9)
     assert 0.0 <= budget.min_path_score <= 1.0
@@ -135,7 +135,7 @@ def test_the_cost_never_falls_with_more_tokens_and_follows_measured_steps() -> N
 
 def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     """Teaches Arrivals a fixed pattern, then returns how long it waits in all when the pattern holds."""
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     now = 0.0
     for _ in range(60):
         now += 1.0
@@ -179,7 +179,7 @@ def test_the_wait_maximizes_the_rate_of_tokens(pattern: list[tuple[float, float]
 
 
 def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     for now in range(10):
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
@@ -195,8 +195,8 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
 
 
 def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
-    for now in range(1, int(HoldTrials.BOUND.first) + 1):
+    arrivals = Arrivals(ArrivalPatterns())
+    for now in range(1, int(HOLDS.trials.first) + 1):
         arrivals.restart(float(now), 1.0)
         assert hold_seconds([arrivals], float(now), 0.02, 1.0 / 0.02) == pytest.approx(0.02)
         arrivals.arrived(now + 0.5, 3.0, passing=True)
@@ -204,7 +204,7 @@ def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
 
 
 def test_the_first_delta_of_a_subscription_does_not_count_for_later_delays() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     arrivals.restart(0.0, 1.0)
     arrivals.start()
     arrivals.arrived(5.0, 2.0, passing=False)  # it had a long prompt to read
@@ -229,7 +229,7 @@ def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
     """A wait that pays for a session alone does not pay when others stand by, and pays again when they gain as well."""
 
     def taught(gain: float) -> Arrivals:
-        arrivals = Arrivals(ArrivalPatterns.unknown())
+        arrivals = Arrivals(ArrivalPatterns())
         for now in range(50):
             arrivals.restart(float(now), 1.0)
             arrivals.arrived(now + 0.01, 1.0 + gain, passing=False)
@@ -243,7 +243,7 @@ def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
 
 
 def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
-    patterns = ArrivalPatterns.unknown()
+    patterns = ArrivalPatterns()
     arrivals = Arrivals(patterns)
     arrivals.arrived(0.0, 1.0, passing=False)
     for deltas in [4] * 20 + [1] * 20:
@@ -252,8 +252,9 @@ def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
             arrivals.arrived(0.01 * (delta + 1), 2.0 + delta, passing=False)
         arrivals.wait(trial=False)
         arrivals.restart(0.1, 1.0)
-    assert patterns.fresh.gains[0] == pytest.approx(1.0)
-    assert all(gain < 0.1 for gain in patterns.fresh.gains[1:])
+    first, *others = (delta["gain_tokens"] for delta in patterns.fresh.estimates())
+    assert first == pytest.approx(1.0)
+    assert all(gain < 0.1 for gain in others)
 
 
 def test_a_chunk_of_a_prompt_is_worth_the_tokens_that_could_be_decoded_meanwhile() -> None:

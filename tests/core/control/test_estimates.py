@@ -15,7 +15,7 @@ from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.cost.plain_pace import PlainPace
 from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
 from outrider.core.control.depth.policies import POLICIES
-from outrider.core.control.drafters.attribution import CreditTracker, DrafterCredit
+from outrider.core.control.drafters.contributions import ContributionTracker, DrafterContribution
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
@@ -28,6 +28,7 @@ CEILINGS = Plan(depth=8, width=4, nodes=24, wait_us=20_000)
 UNITS = ("_s", "_tokens", "_per_s", "_per_step", "_steps")
 COUNTS = {
     "steps",
+    "windows",
     "switches",
     "pairs",
     "sessions",
@@ -95,8 +96,8 @@ def observed() -> dict[str, Any]:
     both = frozenset({0, 1})
     for _ in range(9):
         tiers.observe(both, True, tiers.wanted(both, True), 100, 1.0)
-    credit = CreditTracker()
-    credit.observe((DrafterCredit("a", 4, 2, 2), DrafterCredit("b", 4, 1, 0)))
+    contributions = ContributionTracker()
+    contributions.observe((DrafterContribution("a", 4, 2, 2), DrafterContribution("b", 4, 1, 0)))
     terms = DraftingTerms(CEILINGS, drawn=False)
     terms.hold_tokens_per_s = 6.0
     gate = TrialGate()
@@ -135,7 +136,7 @@ def test_the_estimates_shown_are_those_that_decide() -> None:
     assert (load["sessions"], load["kind"], load["usual"]) == (1, "greedy", "turns")
     (tiers,) = made["tiers"].estimates()
     assert (tiers["present"], set(tiers["arms"])) == ([0, 1], {"0", "1", "0+1"})
-    assert made["credit"].estimates() == {"a": 2.0, "b": 0.0}
+    assert made["contributions"].estimates() == {"a": 2.0, "b": 0.0}
     assert made["terms"].estimates()["hold_tokens_per_s"] == 6.0
     assert made["gate"].estimates()["gain_tokens"] == 0.5
     first, *others = made["calibration"].estimates()
@@ -150,7 +151,7 @@ def test_every_policy_shows_its_depth(name: str) -> None:
 
 
 def test_arrival_patterns_begin_empty() -> None:
-    assert ArrivalPatterns.unknown().estimates() == {
+    assert ArrivalPatterns().estimates() == {
         "fresh": [],
         "kept": [],
         "starting": [],

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.core.control.trials import TUNING, PairedDifference, PairedTrial
+from outrider.core.control.trials import TRIALS, PairedDifference, PairedTrial
 
-STEPS = TUNING.block_steps[1]
+STEPS = TRIALS.block_steps[1]
 
 
 def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:

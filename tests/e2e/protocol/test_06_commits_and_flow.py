@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.core.session.contract import Overlap, Plan
+from outrider.core.session.contract import Plan, PlanOverlap
 from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
@@ -31,7 +31,7 @@ CONTROL_FRAMES = 4096
 
 FILLING = 1500  # refusals: more than a connection holds for a drafter that does not read
 NARROW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))  # a drafter that reads hardly ahead
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=PlanOverlap.ALWAYS))
 
 
 async def test_a_commit_moves_the_root_and_keeps_the_nodes_below_its_path(verifier: str, text: Text) -> None:
@@ -222,7 +222,7 @@ def lineage(copy: Copy, identity: int) -> Iterator[int]:
 
 async def test_plan_changes_travel_in_commits_and_a_lower_version_is_ignored(verifier: str, text: Text) -> None:
     def version(number: int, **changes: int) -> types_pb2.Plan:
-        return plan_to_pb(Plan(version=number, depth=4, overlap=Overlap.ALWAYS, **changes))
+        return plan_to_pb(Plan(version=number, depth=4, overlap=PlanOverlap.ALWAYS, **changes))
 
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=version(3), window=4) as router,

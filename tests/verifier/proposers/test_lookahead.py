@@ -12,7 +12,7 @@ import pytest
 
 from outrider.core.control.cost.budget import CostModel, VerificationBudget
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
-from outrider.core.control.trial_gate import TRIAL, TrialGate
+from outrider.core.control.trial_gate import GATE, TrialGate
 from outrider.core.proposers.lookahead import COLUMNS, LENGTH
 from outrider.core.proposers.lookup import fits
 from outrider.core.sampling.sampler import Choice
@@ -48,9 +48,7 @@ def session_of(drafting: NgramProposers, number: int = 0, plan: Plan = PLAN, **t
     contract = Contract(seed=1, max_tokens=100, **terms)
     start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, 64)
     own = drafting.begin("", contract)
-    session = VerifierSession(
-        start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns.unknown(), own
-    )
+    session = VerifierSession(start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns(), own)
     session.propose_ngrams()
     return session
 
@@ -91,7 +89,7 @@ def test_a_crowd_is_not_slowed() -> None:
     drafting = NgramProposers(ahead=True)
     sessions = [session_of(drafting, number) for number in range(16)]
     assert sum(windows_in(step_of(sessions, STEEP))) == 0
-    for _ in range(TRIAL):  # even where one alone was found to be worth much
+    for _ in range(GATE.steps):  # even where one alone was found to be worth much
         own = sessions[0].ngram_proposer
         assert isinstance(own, LookaheadProposer)
         own.trial_gate.observe(0.6, 0.1)

@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from outrider.core.control.arms.arm import MODES, PLAIN, Arm, StepOutcome, VerifierLoad
-from outrider.core.control.arms.delay_budget import DelayBudget, Recovery
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import MODES, PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
+from outrider.core.control.arms.delay_budget import DELAY, DelayBudget, Recovery
 from outrider.core.control.trials import PairedDifference, PairedTrial, TrialBound, TrialSchedule
 from outrider.core.stats import FadingRatio
 
-DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
-OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
-MARGIN = math.log(1.01)  # an arm must be faster than plain decoding by this to take its place, and to keep it
-HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
-REST_S = 3.0  # pause after the usual arm changes before another mode is tried; plain decoding waits four times as long
-WAIT_S = 2.0  # longest wait for the drafters of a challenger
-GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
-SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
-BOUND = TrialBound(loss=0.005, apart=10.0, first=4.0, longest=120.0)  # of an arm's trials, in seconds
+
+@dataclass(frozen=True, slots=True)
+class GovernorTuning:
+    """How arms are compared, and loads are told apart."""
+
+    denominators: tuple[int, ...] = (8, 4, 2, 1)  # shares of the sessions to draft for: 1/8 first
+    opening: int = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
+    margin: float = math.log(1.01)  # log of the ratio by which an arm must beat plain decoding
+    rest_s: float = 3.0  # pause after the usual arm changes before another mode is tried; before plain, four times that
+    wait_s: float = 2.0  # longest wait for the drafters of a challenger
+    trials: TrialBound = TrialBound(loss=0.005, apart=10.0, first=4.0, longest=120.0)  # of one arm, in seconds
+    settling: int = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
+    changing: int = 16  # at most this many steps are left out until the first drafts come, or the last have drained
+    luck_prior: float = 50.0  # tokens that are assumed to be committed as expected at first
+    open_weight: float = 0.05  # weight of one step in the averages: open sessions, and the share of greedy ones
+    sticky: float = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
+    greedy: tuple[float, float] = (0.9, 0.6)  # shares of greedy sessions: from where a load is, and to where it stays
+
+
+GOVERNOR = GovernorTuning()
 
 
 class LoadGovernor:
@@ -43,7 +54,7 @@ class LoadGovernor:
             hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
         if not load.size:
             self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
-            self._plain_left = OPENING
+            self._plain_left = GOVERNOR.opening
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _ArmTrial | None = None
         self._first: Arm | None = None  # the next to be tried, before all others that are due
@@ -68,7 +79,7 @@ class LoadGovernor:
         """Why the arm is in force, for people."""
         if self._trial is not None:
             return f"{self._trial.challenger} has a trial against {self.usual}"
-        judged = {arm: record.difference for usual, arm, record in self._judged() if usual == self.usual}
+        judged = {arm: difference for usual, arm, difference, _ in self.judged() if usual == self.usual}
         if not judged:
             return "nothing else was compared with it yet"
         best = max(judged, key=lambda arm: judged[arm].mean)
@@ -91,7 +102,7 @@ class LoadGovernor:
         trial.spend(plain_seconds, step.seconds, challenged=challenged)
         if trial.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
             trial.waited += step.seconds
-            if trial.waited < WAIT_S:
+            if trial.waited < GOVERNOR.wait_s:
                 return
             if not step.drafting:
                 self._defeat(trial)
@@ -101,7 +112,7 @@ class LoadGovernor:
 
     def record(self, arm: Arm, plain_seconds: float, seconds: float) -> None:
         """Record a step for the speed of its arm, with all that settling and reading cost."""
-        self._speeds.setdefault(arm, FadingRatio(SPEED_MEMORY)).observe(plain_seconds, seconds)
+        self._speeds.setdefault(arm, FadingRatio()).observe(plain_seconds, seconds)
         self._now += seconds
 
     def open(self) -> None:
@@ -119,9 +130,9 @@ class LoadGovernor:
         `plain`: where steps are long, one of them takes or brings more than the budget holds.
         """
         if self._trial is not None:
-            self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
+            self._floor_s = 0.0 if self.arm == self.usual else budget.left_s - DELAY.recovered * budget.capacity_s
             self._defeat(self._trial)
-        if self.usual == PLAIN or (budget.level_s > self._floor_s and not self._halted):
+        if self.usual == PLAIN or (budget.left_s > self._floor_s and not self._halted):
             return
         self._halted = not plain
         if not plain:
@@ -160,22 +171,16 @@ class LoadGovernor:
             "trial": None if trial is None else str(trial.challenger),
             "speeds": [{"arm": str(arm), "ratio": speed.ratio} for arm, speed in tuple(self._speeds.items())],
             "compared": [
-                {
-                    "usual": str(usual),
-                    "arm": str(arm),
-                    "due_s": max(0.0, record.due - self._now),
-                    **record.difference.estimates(),
-                }
-                for usual, arm, record in self._judged()
+                {"usual": str(usual), "arm": str(arm), "due_s": max(0.0, due - self._now), **difference.estimates()}
+                for usual, arm, difference, due in self.judged()
             ],
         }
 
-    def compared(self) -> list[tuple[Arm, Arm, dict[str, float | None]]]:
-        """See `Governor.compared`."""
-        return [(usual, arm, record.difference.estimates()) for usual, arm, record in self._judged()]
-
-    def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
-        return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
+    def judged(self) -> Iterator[tuple[Arm, Arm, PairedDifference, float]]:
+        """Yield the usual arm, the other one, how much faster that was, and when it is tried again."""
+        for arms, record in tuple(self._records.items()):
+            if record.difference.pairs:
+                yield *arms, record.difference, record.due
 
     def _prefer(self, arm: Arm) -> None:
         """Try an arm now, before all others."""
@@ -219,13 +224,13 @@ class LoadGovernor:
             arm = Arm(mode, denominator)
             yield arm
             record = self._records.get((self.usual, arm))
-            if record is None or not record.difference.pairs or record.difference.high < HARMLESS:
+            if record is None or not record.difference.pairs or record.difference.high < -GOVERNOR.margin:
                 break
 
     def _decide(self, trial: _ArmTrial) -> None:
         """End the trial if the pair that is complete has made it clear, or if there were enough of them."""
-        margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
-        tie_margin = math.inf if self.usual == PLAIN else 0.0 if trial.challenger == PLAIN else MARGIN
+        margin = GOVERNOR.margin * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
+        tie_margin = math.inf if self.usual == PLAIN else 0.0 if trial.challenger == PLAIN else GOVERNOR.margin
         wins = trial.verdict(margin, tie_margin)
         if wins:
             self._trial = None
@@ -247,7 +252,7 @@ class LoadGovernor:
             climbs = self.usual == PLAIN or (
                 challenger.mode is self.usual.mode and challenger.denominator < self.usual.denominator
             )
-            rests = 4.0 * REST_S if challenger == PLAIN else REST_S
+            rests = 4.0 * GOVERNOR.rest_s if challenger == PLAIN else GOVERNOR.rest_s
             self._records[self.usual, challenger] = _Record(self._now + (0.0 if climbs else rests))
         return self._records[self.usual, challenger]
 
@@ -256,7 +261,7 @@ class _Record(TrialSchedule):
     """What is known of a challenger beside a usual arm, and when it is tried again."""
 
     def __init__(self, due: float) -> None:
-        super().__init__(BOUND, due)
+        super().__init__(GOVERNOR.trials, due)
         self.difference = PairedDifference()
 
 
@@ -271,7 +276,7 @@ class _ArmTrial(PairedTrial):
 
 def _distinct(sessions: int) -> Iterator[int]:
     """Yield the denominators under which different numbers of the sessions are drafted for."""
-    for denominator, larger in pairwise(DENOMINATORS):
+    for denominator, larger in pairwise(GOVERNOR.denominators):
         if -(-sessions // denominator) != -(-sessions // larger):
             yield denominator
-    yield DENOMINATORS[-1]
+    yield GOVERNOR.denominators[-1]

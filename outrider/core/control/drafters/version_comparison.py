@@ -1,22 +1,31 @@
 """Compares two versions of a drafter by how often their best candidate is the target's token.
 
 Positions of one text are correlated, so that they are worth fewer independent ones. A difference is significant when it
-exceeds `STANDARD_ERRORS` (2) standard errors, computed with one independent observation for every
-`POSITIONS_PER_SAMPLE` positions. This is no trial (`outrider.core.control.trials`): versions follow one another, so
-their positions cannot be interleaved, and a comparison costs nothing. See docs/learning.md, "While drafters learn".
+exceeds two standard errors, computed with one independent observation for every two positions. This is no trial
+(`outrider.core.control.trials`): versions follow one another, so their positions cannot be interleaved, and comparing
+them costs nothing. See docs/learning.md, "While drafters learn".
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from outrider.core.stats import FadingRatio
 
-WINDOW = 4096.0  # time constant of the exponential fading, in positions
-MIN_POSITIONS = 512  # positions of either version before the two are compared
-POSITIONS_PER_SAMPLE = 2.0  # positions that count as one independent observation
-STANDARD_ERRORS = 2.0  # standard errors from which a difference is significant
-MIN_FALL = 0.02  # smallest fall of the share (0 to 1) that counts as worse
+
+@dataclass(frozen=True, slots=True)
+class VersionTuning:
+    """When one version counts as worse than another."""
+
+    window: float = 4096.0  # time constant of the exponential fading, in positions
+    min_positions: int = 512  # positions of either version before the two are compared
+    positions_per_sample: float = 2.0  # positions that count as one independent observation
+    standard_errors: float = 2.0  # standard errors from which a difference is significant
+    min_fall: float = 0.02  # smallest fall of the share (0 to 1) that counts as worse
+
+
+VERSIONS = VersionTuning()
 
 
 class AgreementCounts:
@@ -28,7 +37,8 @@ class AgreementCounts:
 
     def add(self, bucket: str, agreed: int, compared: int) -> None:
         """Add `compared` positions, `agreed` of which agreed with the target."""
-        self.counts.setdefault(bucket, FadingRatio(1.0 - 1.0 / WINDOW)).observe(agreed, compared, steps=compared)
+        counts = self.counts.setdefault(bucket, FadingRatio(1.0 - 1.0 / VERSIONS.window))
+        counts.observe(agreed, compared, steps=compared)
 
     @property
     def compared(self) -> float:
@@ -49,7 +59,7 @@ def worse(now: AgreementCounts, before: AgreementCounts) -> str:
     """
     both = [bucket for bucket in now.counts if now.counts[bucket].attempts and bucket in before.counts]
     both = [bucket for bucket in both if before.counts[bucket].attempts]
-    if min(sum(seen.counts[bucket].attempts for bucket in both) for seen in (now, before)) < MIN_POSITIONS:
+    if min(sum(seen.counts[bucket].attempts for bucket in both) for seen in (now, before)) < VERSIONS.min_positions:
         return ""
     pairs = [(before.counts[bucket], now.counts[bucket]) for bucket in both]
     weights = [min(seen.attempts for seen in pair) for pair in pairs]
@@ -58,7 +68,7 @@ def worse(now: AgreementCounts, before: AgreementCounts) -> str:
         part = weight / sum(weights)
         fall += part * (pair[0].ratio - pair[1].ratio)
         errors = (max(seen.ratio * (1.0 - seen.ratio), 0.01) / seen.attempts for seen in pair)
-        variance += part**2 * POSITIONS_PER_SAMPLE * sum(errors)
-    if fall < max(MIN_FALL, STANDARD_ERRORS * math.sqrt(variance)):
+        variance += part**2 * VERSIONS.positions_per_sample * sum(errors)
+    if fall < max(VERSIONS.min_fall, VERSIONS.standard_errors * math.sqrt(variance)):
         return ""
     return f"it agrees with the target {100 * fall:.1f} points less often than the one before"

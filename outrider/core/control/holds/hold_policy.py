@@ -41,7 +41,7 @@ class HoldPolicy:
 
     def patterns(self, *, greedy: bool) -> ArrivalPatterns:
         """Return the arrival patterns that greedy, or other, sessions share."""
-        return self._patterns.setdefault(greedy, ArrivalPatterns.unknown())
+        return self._patterns.setdefault(greedy, ArrivalPatterns())
 
     def required_hold(self, sessions: Sequence[SessionT], now: float) -> tuple[SessionT | None, float]:
         """Return the first session whose plan still forbids a step, and the seconds for which it does; None and 0 if
@@ -75,11 +75,8 @@ class HoldPolicy:
 
     def estimates(self) -> dict[str, Any]:
         """Return what is expected after a commit, of greedy and of other sessions."""
-        return {_kind(greedy): patterns.estimates() for greedy, patterns in tuple(self._patterns.items())}
-
-
-def _kind(greedy: bool) -> str:
-    return "greedy" if greedy else "sampled"
+        kinds = {False: "sampled", True: "greedy"}
+        return {kinds[greedy]: patterns.estimates() for greedy, patterns in tuple(self._patterns.items())}
 
 
 def _left(session: HeldSession, now: float) -> float:
