@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.control.trials import TrialBound
+from outrider.core.control.trials import pause_after
 from outrider.core.stats import LONG, FadingRatio
 
 
@@ -19,7 +19,6 @@ class GateTuning:
     """How a feature is tried."""
 
     steps: int = 48  # of a trial
-    trials: TrialBound = TrialBound(loss=0.01)  # of one feature, in committed tokens
     max_cost_tokens: float = 0.5  # per step: a trial that costs more is postponed, for too many sessions would pay
 
 
@@ -65,7 +64,7 @@ class TrialGate:
         if self.trying:
             self._left -= 1
             self._lost += cost_tokens
-            self._due = GATE.trials.pause(self._lost)
+            self._due = pause_after(self._lost)
 
     def observe_unused(self, tokens: int) -> None:
         """Record a step that did not use the feature though it could have, and the tokens that the step committed."""

@@ -18,13 +18,15 @@ LARGEST = 20.0  # logarithm of a ratio beyond which a bound is shown as this
 
 @dataclass(frozen=True, slots=True)
 class TrialTuning:
-    """What paired trials are made of."""
+    """What trials are made of, and what they may cost."""
 
     block_steps: tuple[int, int] = (4, 12)  # steps of a block that count: at least, and at most
     block_tokens: int = 48  # tokens that end a block early
     min_pairs: int = 3  # fewest pairs (earlier trials included) for a verdict
     max_pairs: int = 8  # most pairs in one trial
     kept: float = 0.5  # weight of the pairs of earlier trials
+    loss: float = 0.005  # share of the time, or of the tokens, that the trials of one thing may cost
+    apart: float = 10.0  # shortest pause, in multiples of a trial's duration
 
 
 TRIALS = TrialTuning()
@@ -160,36 +162,27 @@ class PairedTrial:
         self._work, self._tokens, self._seconds, self._steps = 0.0, 0.0, 0.0, 0
 
 
-@dataclass(frozen=True, slots=True)
-class TrialBound:
-    """What trials of one thing may cost. Costs, durations and pauses have the unit of the caller's clock: seconds,
-    tokens, steps or positions."""
-
-    loss: float = math.inf  # share of the clock's time that trials may cost
-    apart: float = 0.0  # shortest pause, in multiples of the trial's duration
-    first: float = 0.0  # shortest pause after the first failure; each further one doubles it
-    longest: float = math.inf
-
-    def pause(self, lost: float, lasted: float = 0.0) -> float:
-        """Return the pause after a trial that took `lasted` and lost `lost`, without what earlier failures add."""
-        return min(self.longest, max(lost / self.loss, self.apart * lasted))
+def pause_after(lost: float, lasted: float = 0.0) -> float:
+    """Return the shortest pause after a trial that took `lasted` and lost `lost`, so that trials cost no more than they
+    may. The unit is that of the caller's clock: seconds, or tokens."""
+    return max(lost / TRIALS.loss, TRIALS.apart * lasted)
 
 
 class TrialSchedule:
-    """When something may be tried again that has not paid, on the caller's clock."""
+    """When something may be tried again that has not paid, on the caller's clock: in seconds, or in steps."""
 
-    def __init__(self, bound: TrialBound, due: float = 0.0) -> None:
+    def __init__(self, pauses: tuple[float, float], due: float = 0.0) -> None:
+        """`pauses`: after the first failure, and at most; each further failure doubles the first one."""
         self.due = due
-        self._bound = bound
+        self._first, self._longest = pauses
         self._backoff = 0.0  # shortest pause after the latest failure
 
     def fail(self, now: float, lost: float = 0.0, lasted: float = 0.0) -> None:
         """Postpone the next trial, after one that ended at `now`, took `lasted` and lost `lost`."""
-        bound = self._bound
-        self._backoff = min(bound.longest, 2.0 * self._backoff or bound.first)
-        self.due = now + max(bound.pause(lost, lasted), self._backoff)
+        self._backoff = 2.0 * self._backoff or self._first
+        self.due = now + min(self._longest, max(pause_after(lost, lasted), self._backoff))
 
     def forgive(self, now: float) -> None:
         """Forget how often it has failed: the next trial is due after the first pause, if not before."""
-        self.due = min(self.due, now + self._bound.first)
+        self.due = min(self.due, now + self._first)
         self._backoff = 0.0

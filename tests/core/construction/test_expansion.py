@@ -196,7 +196,7 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
 
 def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
     arrivals = Arrivals(ArrivalPatterns())
-    for now in range(1, int(HOLDS.trials.first) + 1):
+    for now in range(1, HOLDS.retry_steps[0] + 1):
         arrivals.restart(float(now), 1.0)
         assert hold_seconds([arrivals], float(now), 0.02, 1.0 / 0.02) == pytest.approx(0.02)
         arrivals.arrived(now + 0.5, 3.0, passing=True)

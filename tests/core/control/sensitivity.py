@@ -21,7 +21,6 @@ import outrider.core.control as control
 from outrider.core.control.arms.arm import Arm
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
-from outrider.core.control.trials import TrialBound
 from outrider.core.session.contract import Plan
 from outrider.simulation.cluster import SimulatedCluster
 from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, TrafficPhase
@@ -71,17 +70,11 @@ def constants() -> Iterator[tuple[str, Any, str]]:
                 yield from ((f"{name}.{field.name}", held, field.name) for field in fields(held))
 
 
-def scaled(value: Any, factor: float) -> Iterator[tuple[str, Any]]:
-    """The value with each of its numbers multiplied, and a suffix that names which one that is."""
-    if isinstance(value, TrialBound):
-        for field in fields(value):
-            for suffix, other in scaled(getattr(value, field.name), factor):
-                changed = {each.name: getattr(value, each.name) for each in fields(value)} | {field.name: other}
-                yield f".{field.name}{suffix}", TrialBound(**changed)
-    elif isinstance(value, tuple):
-        yield "", tuple(other for each in value for _, other in scaled(each, factor))
-    elif value not in (0.0, float("inf")):
-        yield "", max(1, round(value * factor)) if isinstance(value, int) else value * factor
+def scaled(value: Any, factor: float) -> Any:
+    """The value, or each of its numbers, multiplied; whole numbers are at least 1."""
+    if isinstance(value, tuple):
+        return tuple(scaled(each, factor) for each in value)
+    return max(1, round(value * factor)) if isinstance(value, int) else value * factor
 
 
 def changed(before: list[float], after: list[float]) -> float:
@@ -100,25 +93,18 @@ def main() -> None:
     row("", *("halved:", "plants", "worst", "doubled:", "plants", "worst"))
     row("as committed", "clusters", "", f"{base[2]:.3f}", "clusters")
     for name, held, field in constants():
-        value = getattr(held, field)
-        halved, doubled = ([*scaled(value, factor)] for factor in (0.5, 2.0))
-        for (suffix, less), (_, more) in zip(halved, doubled, strict=True):
-            if sys.argv[1:] and not any(part in name + suffix for part in sys.argv[1:]):
-                continue
-            cells: list[str] = []
-            for other in (less, more):
-                object.__setattr__(held, field, other)
-                try:
-                    clusters, plants, worst = results()
-                    cells += [
-                        f"{changed(base[0], clusters):+.1f} %",
-                        f"{changed(base[1], plants):+.1f} %",
-                        f"{worst:.3f}",
-                    ]
-                except ValueError:
-                    cells += ["invalid"] * 3
-                object.__setattr__(held, field, value)
-            row(name + suffix, *cells)
+        if sys.argv[1:] and not any(part in name for part in sys.argv[1:]):
+            continue
+        value, cells = getattr(held, field), list[str]()
+        for factor in (0.5, 2.0):
+            object.__setattr__(held, field, scaled(value, factor))
+            try:
+                clusters, plants, worst = results()
+                cells += [f"{changed(base[0], clusters):+.1f} %", f"{changed(base[1], plants):+.1f} %", f"{worst:.3f}"]
+            except ValueError:
+                cells += ["invalid"] * 3
+            object.__setattr__(held, field, value)
+        row(name, *cells)
 
 
 if __name__ == "__main__":

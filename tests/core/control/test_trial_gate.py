@@ -1,6 +1,7 @@
 """What costs every step a little is tried now and then, and stays while it brings more than it costs."""
 
 from outrider.core.control.trial_gate import GATE, TrialGate
+from outrider.core.control.trials import TRIALS
 
 
 def run(gate: TrialGate, steps: int, gain: float, cost_tokens: float, committed: int = 1) -> list[bool]:
@@ -25,7 +26,7 @@ def test_a_proposer_that_does_not_pay_costs_a_hundredth() -> None:
     assert all(taken[: GATE.steps])
     assert not any(taken[GATE.steps : 2 * GATE.steps])
     assert sum(taken) >= 2 * GATE.steps  # it was tried again
-    assert sum(taken) * cost_tokens <= GATE.trials.loss * steps + GATE.steps * cost_tokens
+    assert sum(taken) * cost_tokens <= TRIALS.loss * steps + GATE.steps * cost_tokens
 
 
 def test_a_proposer_that_begins_to_pay_is_found_and_one_that_ceases_is_dropped() -> None:

@@ -90,7 +90,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
 
     def patience() -> float:
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
-        for ago in range(int(HOLDS.trials.longest), -1, -1):
+        for ago in range(HOLDS.retry_steps[1], -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
         _, budget = loop.choice.select(loop.choice.base_works([session]), 0.0)
         return loop.learning.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.core.control.arms.arm import MODES, PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
 from outrider.core.control.arms.delay_budget import DELAY, DelayBudget, Recovery
-from outrider.core.control.trials import PairedDifference, PairedTrial, TrialBound, TrialSchedule
+from outrider.core.control.trials import PairedDifference, PairedTrial, TrialSchedule
 from outrider.core.stats import FadingRatio
 
 
@@ -26,7 +26,7 @@ class GovernorTuning:
     margin: float = math.log(1.01)  # log of the ratio by which an arm must beat plain decoding
     rest_s: float = 3.0  # pause after the usual arm changes before another mode is tried; before plain, four times that
     wait_s: float = 2.0  # longest wait for the drafters of a challenger
-    trials: TrialBound = TrialBound(loss=0.005, apart=10.0, first=4.0, longest=120.0)  # of one arm, in seconds
+    retry_s: tuple[float, float] = (4.0, 120.0)  # pause before a beaten arm is tried again: at first, and at most
     settling: int = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
     changing: int = 16  # at most this many steps are left out until the first drafts come, or the last have drained
     luck_prior: float = 50.0  # tokens that are assumed to be committed as expected at first
@@ -261,7 +261,7 @@ class _Record(TrialSchedule):
     """What is known of a challenger beside a usual arm, and when it is tried again."""
 
     def __init__(self, due: float) -> None:
-        super().__init__(GOVERNOR.trials, due)
+        super().__init__(GOVERNOR.retry_s, due)
         self.difference = PairedDifference()
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from outrider.core.control.trials import TrialBound
+from outrider.core.control.trials import pause_after
 from outrider.core.stats import QUICK, FadingRatio
 
 Tiers = frozenset[int]
@@ -33,7 +33,6 @@ class TierTuning:
     proof: tuple[int, int] = (1, 4)  # windows of a trial: at least, and at most
     clear: float = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
     enough: float = 400  # tokens since the change from which the smaller number of windows suffices
-    trials: TrialBound = TrialBound(loss=0.01, apart=5.0)  # of one arm, in seconds
 
 
 TIERS = TierTuning()
@@ -139,7 +138,7 @@ class TierSelector:
             if self._settled or len(again) < 2:
                 self._heats = TIERS.heats
                 self._kept = order[0]
-                apart = TIERS.trials.pause(0.0, TIERS.proof[0] * TIERS.window_s)
+                apart = pause_after(0.0, TIERS.proof[0] * TIERS.window_s)
                 self._due = {arm: apart * place for place, arm in enumerate(order)}
                 self._follow(order[0])
                 return
@@ -161,7 +160,7 @@ class TierSelector:
         loser, winner = sorted((self.arm, self._kept), key=lambda arm: self._speeds[arm].ratio)
         usual = self._speeds[self._kept].ratio
         lost = self._seconds - self._done / usual if usual else 0.0
-        self._due[loser] = TIERS.trials.pause(lost, self._seconds)
+        self._due[loser] = pause_after(lost, self._seconds)
         self._kept = winner
         self._follow(winner)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.control.trials import TrialBound, TrialSchedule
+from outrider.core.control.trials import TrialSchedule
 from outrider.core.stats import Ema
 
 
@@ -20,7 +20,7 @@ class HoldTuning:
 
     weight: float = 0.15  # of one delta in an average
     least_patience: float = 1.25  # of a delta's mean delay: how long a step waits for it at least
-    trials: TrialBound = TrialBound(first=2, longest=64)  # of waits, in steps without one
+    retry_steps: tuple[int, int] = (2, 64)  # steps without a wait before one is tried: at first, and at most
 
 
 HOLDS = HoldTuning()
@@ -94,7 +94,7 @@ class ArrivalPatterns:
 
     def __init__(self) -> None:
         self.fresh, self.kept, self.starting = (ArrivalPattern() for _ in range(3))
-        self._trials = TrialSchedule(HOLDS.trials)
+        self._trials = TrialSchedule(HOLDS.retry_steps)
         self._trials.fail(0)
         self._steps = 0  # of all sessions
         self._at = 0.0  # when the last one ended
