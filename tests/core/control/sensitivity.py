@@ -2,9 +2,9 @@
 
 usage: python -m tests.core.control.sensitivity [PART_OF_A_NAME ...]
 
-For each number in the frozen dataclasses of control: by how many percent the speed over plain decoding changes, on
-average over simulated clusters and over the governor's plants, and the least speed of any ten seconds. One run at the
-committed values comes first; runs differ by 0.5 % from seed to seed.
+For each constant in the frozen dataclasses of control: by how many percent the tokens per second of simulated clusters
+and the speed over plain decoding of the governor's plants change, on average, and the least speed of any ten seconds.
+Runs with other seeds differ by 0.5 %. The table is in docs/control.md, "Constants".
 """
 
 from __future__ import annotations
