@@ -1,8 +1,5 @@
-"""Decides whether an optional feature that costs every step a little pays. The feature is tried, measured, and switched
-off while it does not pay.
-
-Lookahead decoding (docs/drafters.md, "Drafting without a model") and heads on the target use it. Gains and costs are
-in tokens per step.
+"""Decides whether an optional feature that costs every step a little pays: lookahead decoding (docs/drafters.md,
+"Drafting without a model"), and heads on the target. Gains and costs are in tokens per step.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ GATE = GateTuning()
 
 
 class TrialGate:
-    """Compares a feature's measured gain with its cost, both in tokens per step.
+    """Tries a feature, and switches it off while its measured gain is below its cost.
 
     The gain is the average number of tokens that the feature added. The cost is the number of tokens that the step in
     question could commit in the feature's time. So when passes become longer, or are shared by more sessions, the

@@ -145,6 +145,6 @@ class Governor:
             nearest = min(
                 alike, key=lambda known: (known.greedy != load.greedy, abs(known.size - load.size)), default=None
             )
-            hint = None if nearest is None else self._loads[nearest].usual
+            hint = PLAIN if nearest is None else self._loads[nearest].usual
             self._loads[load] = LoadGovernor(load, hint)
         return self._loads[load]

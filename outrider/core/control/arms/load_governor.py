@@ -41,20 +41,18 @@ GOVERNOR = GovernorTuning()
 class LoadGovernor:
     """Compares arms with the usual one under one load, and keeps the fastest."""
 
-    def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
+    def __init__(self, load: VerifierLoad, hint: Arm = PLAIN) -> None:
         """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
         that nearly always pays; several sessions compare it first."""
         self.recovery = Recovery()
         self._load = load
         self._shares = [*_distinct(load.sessions)]
         self.usual = PLAIN
-        self._opening: Arm | None = None  # a single session's first arm
-        self._plain_left = 0  # steps until it takes the place of plain decoding
-        if hint is not None and hint != PLAIN:
+        if hint != PLAIN:
             hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
-        if not load.size:
-            self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
-            self._plain_left = GOVERNOR.opening
+        # A single session's first arm, and the steps until it takes the place of plain decoding.
+        self._opening = None if load.size else Arm(OverlapMode.TURNS, 1) if hint == PLAIN else hint
+        self._plain_left = GOVERNOR.opening
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _ArmTrial | None = None
         self._first: Arm | None = None  # the next to be tried, before all others that are due
@@ -63,7 +61,7 @@ class LoadGovernor:
         self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
         self._halted = False  # it does, until what its drafters have still sent is verified
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
-        if load.size and hint is not None and hint != PLAIN:
+        if load.size and hint != PLAIN:
             self._prefer(hint)
 
     @property

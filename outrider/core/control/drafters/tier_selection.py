@@ -32,7 +32,6 @@ class TierTuning:
     window_s: float = 2.0  # of a window later
     proof: tuple[int, int] = (1, 4)  # windows of a trial: at least, and at most
     clear: float = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
-    enough: float = 400  # tokens since the change from which the smaller number of windows suffices
 
 
 TIERS = TierTuning()
@@ -55,8 +54,8 @@ class TierSelector:
         self._seen: Counter[Tiers] = Counter()  # windows of each arm
         self._heats = 0  # heats that are over
         self._heat = deque(self._speeds)  # arms whose window in this heat is to come
-        self.arm = self._kept = self._heat.popleft()  # the arm to use now, and the fastest
-        self._begin()
+        self._follow(self._heat.popleft())
+        self._kept = self.arm  # the fastest
 
     @property
     def window_s(self) -> float:
@@ -88,7 +87,7 @@ class TierSelector:
                 self._next_in_heat()
             return
         least, most = TIERS.proof
-        if self._windows >= most or (self._windows >= least and (self._clear or self._done >= TIERS.enough)):
+        if self._windows >= most or (self._windows >= least and self._clear):
             self._select_arm()
 
     def estimates(self) -> dict[str, Any]:
@@ -98,12 +97,8 @@ class TierSelector:
             "arm": self.name(self.arm),
             "settled": self._settled,
             "arms": {
-                self.name(arm): {
-                    "per_s": speed.ratio,
-                    "windows": self._seen[arm],
-                    "trial_in_s": max(0.0, self._due[arm]),
-                }
-                for arm, speed in tuple(self._speeds.items())
+                self.name(arm): {"per_s": it.ratio, "windows": self._seen[arm], "trial_in_s": max(0.0, self._due[arm])}
+                for arm, it in tuple(self._speeds.items())
             },
         }
 
@@ -165,10 +160,7 @@ class TierSelector:
         self._follow(winner)
 
     def _follow(self, arm: Tiers) -> None:
-        self.arm = arm
-        self._begin()
-
-    def _begin(self) -> None:
+        self.arm = arm  # to use now
         self._windows, self._done, self._seconds = 0, 0.0, 0.0  # since the last change
 
 
