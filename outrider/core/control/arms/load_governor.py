@@ -31,7 +31,7 @@ class GovernorTuning:
     changing: int = 16  # at most this many steps are left out until the first drafts come, or the last have drained
     luck_prior: float = 50.0  # tokens that are assumed to be committed as expected at first
     open_weight: float = 0.05  # weight of one step in the averages: open sessions, and the share of greedy ones
-    sticky: float = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
+    sticky: float = 0.65  # log2 by which open sessions may leave a load; a larger rise is followed at once
     greedy: tuple[float, float] = (0.9, 0.6)  # shares of greedy sessions: from where a load is, and to where it stays
 
 
