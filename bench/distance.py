@@ -24,7 +24,7 @@ from bench.rows.requests import BenchRequest
 PLAIN = "plain"
 LEARNING_TOKENS = 768  # of each generation before a row is measured
 LEARNING_ROUNDS = 2  # generations at each temperature
-# Keys of [router] by outrider.core.session.contract.Overlap: when drafters draft, beside the verifier's passes.
+# Keys of [router] by outrider.core.session.contract.PlanOverlap: when drafters draft, beside the verifier's passes.
 OVERLAPS: dict[str, dict[str, Any]] = {
     "measured": {},
     "always": {"overlap": True},

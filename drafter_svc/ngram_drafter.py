@@ -182,7 +182,7 @@ class NgramScheduler:
                     depth=plan.depth,
                     width=plan.width,
                     vocabulary=mirror.unpadded_vocabulary,
-                    floor=floor_score(mirror.terms.price),
+                    floor=floor_score(mirror.terms.min_path_score),
                     room=mirror.room - len(added),
                     start=start,
                     grammar=grammar,

@@ -28,7 +28,7 @@ from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription
 class RelayedTerms:
     """The upstream's terms, as they are passed on to the lower tier."""
 
-    resting = False  # an upstream that wants drafters to rest sends a price of 1
+    resting = False  # an upstream that wants drafters to rest sends a min_path_score of 1
 
     def __init__(self, session: DrafterSession) -> None:
         self.plan = session.plan  # the one that was last passed on
@@ -132,7 +132,7 @@ class Relay(UpstreamSession):
         """
         if not self.subscriptions:
             return
-        floor = floor_score(self.terms.sent.price, ahead=self.terms.sent.ahead)
+        floor = floor_score(self.terms.sent.min_path_score, ahead=self.terms.sent.ahead)
         index: dict[Node | None, int] = {self.tree.root: -1}
         nodes: list[Node] = []
         plan = self.terms.plan

@@ -36,7 +36,7 @@ class SessionWork:
     nodes: list[Node] = field(default_factory=list)  # of the tree, parents before children
     parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
     window: WindowRows = NO_ROWS  # of guesses, which see no node
-    window_price: float = 0.0  # tokens that could be committed in the time of its rows
+    window_cost_tokens: float = 0.0  # tokens that could be committed in the time of its rows
     window_seconds: float = 0.0  # spent on it outside the pass
     expected: float = 1.0  # tokens that it should commit, by the calibrated scores of its nodes
     delayed: bool = False  # the step commits nothing for it: what its grammar allows was not known in time
@@ -97,7 +97,7 @@ class StepBatch:
     """The work of one forward pass."""
 
     works: list[SessionWork]
-    price: float  # path score below which a node was not worth verifying
+    min_path_score: float  # path score below which a node was not worth verifying
     rate: float = 0.0  # tokens a second that such steps are expected to commit, over all sessions
     prompt_tokens: int = 0  # prompt tokens, without each decoding session's last one
     waited: float = 0.0  # seconds the step was held back on purpose
@@ -119,7 +119,7 @@ class StepBatch:
     @property
     def figures(self) -> StepFigures:
         """What the spans of all sessions have in common."""
-        return StepFigures(self.began, self.seconds, self.waited, self.tokens, len(self.works), self.price)
+        return StepFigures(self.began, self.seconds, self.waited, self.tokens, len(self.works), self.min_path_score)
 
 
 def kept_rows(

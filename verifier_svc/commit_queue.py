@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outrider.core.control.drafters.attribution import DrafterCredit
+from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
 from outrider.errors import OutriderError
@@ -20,7 +20,7 @@ class StepCommit(NamedTuple):
     digest: int  # over all tokens of the session up to and with these
     report: StepReport
     last: bool  # whether the generation ends with this commit
-    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, if there are several
+    contributions: tuple[DrafterContribution, ...] = ()  # one for each drafter, if there are several
 
 
 class CommitQueue(asyncio.Queue[StepCommit | None]):

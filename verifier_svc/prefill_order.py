@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import COST, CostModel
 from verifier_svc.session import PrefillSession, VerifierSession
 
 SLOWER = 2.0  # times as long as without it may a step be for another tenant's prompt
@@ -54,6 +54,6 @@ def chunk_beside_others(sessions: Sequence[VerifierSession], most: int, cost: Co
     if not reading or len(tenants) == 1:
         return most
     rows, least = decoding.total(), min(tenants, key=lambda tenant: reading[tenant] + decoding[tenant])
-    bound = SLOWER * (cost.seconds(rows + reading[least]) + OVERHEAD_S) - OVERHEAD_S
+    bound = SLOWER * (cost.seconds(rows + reading[least]) + COST.overhead_s) - COST.overhead_s
     fitting = bisect_right(range(1, most + 1), bound, key=lambda tokens: cost.seconds(rows + tokens))
     return min(most, max(fitting, LEAST_CHUNK))

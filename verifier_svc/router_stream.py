@@ -292,14 +292,14 @@ def _add(message: wire.DecodeResponse, handle: int, epoch: int, commit: StepComm
         digest=commit.digest,
         report=report_to_pb(commit.report),
         logprobs=logprobs,
-        credits=[
-            wire.DrafterCredit(
-                drafter_id=credit.drafter_id,
-                verified=credit.verified,
-                accepted=credit.accepted,
-                alone=credit.alone,
+        contributions=[
+            wire.DrafterContribution(
+                drafter_id=each.drafter_id,
+                verified=each.verified,
+                accepted=each.accepted,
+                alone=each.alone,
             )
-            for credit in commit.credits
+            for each in commit.contributions
         ],
     )
     return len(logprobs)

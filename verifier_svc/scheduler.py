@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from outrider.core.acceptance import VerifiedRows, Walk
-from outrider.core.control.arms.arm import Arm
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import Arm, OverlapMode
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.sampling.grammar import GrammarDelayed
 from outrider.core.sampling.noise import Draw
@@ -147,7 +146,7 @@ class StepScheduler:
         if self._engine.begins_next_pass and all(work.goes_on for work in step.works):
             logits, slots = await self._executor.run_on(segments, draws, self._following(step), meanwhile)
             if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
-                self.choice.begun = StepBatch(going_on, step.price, step.rate)
+                self.choice.begun = StepBatch(going_on, step.min_path_score, step.rate)
         else:
             logits = await self._executor.sample(segments, draws, meanwhile)
         self.learning.on_pass(step, began)
@@ -243,14 +242,14 @@ class StepScheduler:
             session.broadcast.show(step_tree(session, session.public_senders, nodes, path, choices, report))
         traced = session.traced
         pending = None if traced is None else traced.before_commit(session.tree, nodes)
-        settle(work, path, choices, step.price)
+        settle(work, path, choices, step.min_path_score)
         if session.heads is not None:
             session.heads.settle(session.tree, path, [choice.token for choice in choices])
         session.calibrate_verified(nodes, accepted)
-        drafter_credits = session.credits(nodes, accepted)
-        session.terms.verified_price = step.price
+        contributions = session.contributions(nodes, accepted)
+        session.terms.verified_min_path_score = step.min_path_score
         session.wire_bytes = 0
-        commit = session.commit(choices, report, now, drafter_credits)
+        commit = session.commit(choices, report, now, contributions)
         self._keep(work, kept)
         if traced is not None and pending is not None:
             traced.after_commit(

@@ -259,15 +259,15 @@ def _control(steering: Steering) -> pb.Control:
         tokens_per_s=steering.tokens_per_s,
         plain_tokens_per_s=rate,
         plain_error=error,
-        delay_budget_s=governor.budget.level_s,
+        delay_budget_s=governor.budget.left_s,
         comparisons=[
             pb.ArmComparison(
                 usual=str(usual),
                 arm=str(arm),
-                ratio=difference.ratio,
-                low=difference.lowest or 0.0,
-                high=difference.highest or 0.0,
+                ratio=shown["ratio"],
+                low=shown["low"] or 0.0,
+                high=shown["high"] or 0.0,
             )
-            for usual, arm, difference in governor.compared()
+            for usual, arm, shown in governor.compared()
         ],
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from outrider.core.control.cost.calibration import Calibration
-from outrider.core.control.drafters.attribution import DrafterCredit
+from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
 from outrider.core.sampling.grammar import GrammarState
@@ -154,12 +154,12 @@ class VerifierSession(UpstreamSession):
 
     def tree_value(self) -> float:
         """Return the expected tokens of a step that verifies the best nodes within the plan, less the cost."""
-        plan, price = self.ceilings, self.terms.verified_price
+        plan, min_path_score = self.ceilings, self.terms.verified_min_path_score
         value = 1.0
         for score, _ in self.tree.best(plan.nodes, depth=plan.depth, width=plan.width):
-            if score <= price:
+            if score <= min_path_score:
                 break
-            value += score - price
+            value += score - min_path_score
         return value
 
     @property
@@ -220,7 +220,7 @@ class VerifierSession(UpstreamSession):
                 depth=plan.depth,
                 width=plan.width,
                 vocabulary=self.unpadded_vocabulary,
-                price=self.terms.verified_price,
+                min_path_score=self.terms.verified_min_path_score,
                 grammar=self.grammar,
             )
 
@@ -252,8 +252,8 @@ class VerifierSession(UpstreamSession):
             if node.parent is self.tree.root or node.parent in path:
                 self.calibrate((node,), node if node in path else None)
 
-    def credits(self, nodes: Sequence[Node], path: set[Node]) -> tuple[DrafterCredit, ...]:
-        """Return each drafter's credit for a step that verified `nodes` and accepts `path`; empty for one drafter."""
+    def contributions(self, nodes: Sequence[Node], path: set[Node]) -> tuple[DrafterContribution, ...]:
+        """Return what each drafter gave to a step that verified `nodes` and accepts `path`; empty for one drafter."""
         drafters = {stream.drafter_id: part.sender for stream, part in self.subscriptions.items()}
         drafters |= self._origins
         if len(drafters) < 2:
@@ -263,12 +263,12 @@ class VerifierSession(UpstreamSession):
         accepted = Counter(sender for senders in origins for sender in senders)
         alone = Counter(sender for senders in origins for sender in senders if len(senders) == 1)
         return tuple(
-            DrafterCredit(drafter, sent[sender], accepted[sender], alone[sender])
+            DrafterContribution(drafter, sent[sender], accepted[sender], alone[sender])
             for drafter, sender in drafters.items()
         )
 
     def commit(
-        self, choices: Sequence[Choice], report: StepReport, now: float, drafter_credits: tuple[DrafterCredit, ...] = ()
+        self, choices: Sequence[Choice], report: StepReport, now: float, shares: tuple[DrafterContribution, ...] = ()
     ) -> StepCommit:
         """Append the chosen tokens, re-root the tree, and queue the commit for the router's stream."""
         tokens = [choice.token for choice in choices]
@@ -280,7 +280,7 @@ class VerifierSession(UpstreamSession):
         self.propose_ngrams()
         self.arrivals.restart(now, self.tree_value(), resting=self.terms.resting)
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
-        commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, drafter_credits)
+        commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, shares)
         self.commits.put_nowait(commit)
         return commit
 

@@ -24,7 +24,7 @@ class StepFigures(NamedTuple):
     waited: float  # seconds for which the step was held back on purpose
     rows: int
     sessions: int
-    price: float  # path score below which a node was not worth verifying
+    min_path_score: float  # path score below which a node was not worth verifying
 
 
 class PendingStep(NamedTuple):
@@ -87,7 +87,7 @@ class TracedSteps:
                 "outrider.nodes.left_out": held - verified,
                 "outrider.nodes.pruned": max(0, held - verified - tree.size),
                 "outrider.nodes.kept": tree.size,
-                "outrider.price": step.price,
+                "outrider.min_path_score": step.min_path_score,
                 "outrider.plan.version": plan.version,
                 "outrider.plan.depth": plan.depth,
                 "outrider.plan.width": plan.width,

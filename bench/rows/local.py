@@ -1,7 +1,7 @@
 """Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
 What `outrider.upstream_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted
-where they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
+where they are proposed, commits are received where they are made. Credit, plans and terms work as on the wire.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.depth.policies import policy
-from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
+from outrider.core.session.contract import Contract, Plan, PlanOverlap, PolicyName
 from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.engine.threads import run_in_short_lived_thread
@@ -77,7 +77,7 @@ class LocalPair:
         """Run one generation. Raises InternalError when a scheduler has ended."""
         began = time.perf_counter()
         config = self._router
-        ceilings = Plan(0, config.depth, config.width, config.nodes, config.wait_us, Overlap.NEVER)
+        ceilings = Plan(0, config.depth, config.width, config.nodes, config.wait_us, PlanOverlap.NEVER)
         gamma = policy(speculation or config.policy, ceilings)
         self._sessions += 1
         contract = Contract(request.seed, request.max_tokens, temperature=request.temperature)

@@ -34,7 +34,7 @@ from outrider.core.tree.token_tree import TokenTree
 from outrider.fleet import process_env
 
 NODES = 8  # most nodes that a pass verifies
-PRICE = 0.07  # path score below which a node is not worth verifying: a usual one of small trees
+MIN_PATH_SCORE = 0.07  # path score below which a node is not worth verifying: a usual one of small trees
 TINY = 1e-6  # path score below which a drafter that knows the target's tokens loses sight of them
 TURNS, AHEAD, UNDECIDED, KNOWN = "turns", "ahead", "ahead, undecided first", "ahead, the target's path known"
 
@@ -73,7 +73,7 @@ class AheadTree:
         self._rows, self._learned, self._text, self._contract = rows, learned, text, contract
         self._drafting = drafting
         self._ahead = drafting.rule != TURNS
-        self._floor = TINY if drafting.rule == KNOWN else floor_score(PRICE, ahead=self._ahead)
+        self._floor = TINY if drafting.rule == KNOWN else floor_score(MIN_PATH_SCORE, ahead=self._ahead)
         self._plan = Plan(depth=DEPTH, width=drafting.width, nodes=NODES)
         self._scored: dict[Node, Scored] = {}
         self.tree = TokenTree(text.tokens[: text.prompt])
@@ -87,7 +87,7 @@ class AheadTree:
     def verified(self) -> list[Node]:
         """Return the nodes that a pass verifies now."""
         best = self.tree.best(NODES, depth=DEPTH, width=self._drafting.width)
-        return [node for score, node in best if score >= PRICE]
+        return [node for score, node in best if score >= MIN_PATH_SCORE]
 
     def expand(self, verified: Sequence[Node], *, last: bool) -> bool:
         """Run one level. `verified`: the nodes in the pass that runs; `last`: no other level follows before its commit.
@@ -119,7 +119,7 @@ class AheadTree:
             path = [self.tree.root, *self._target_path()]
             return [node for node in path if not node.expanded][:1]
         limit = self._drafting.rows + len(verified)
-        nodes = frontier(self.tree, self._plan, PRICE, limit, ahead=self._ahead)
+        nodes = frontier(self.tree, self._plan, MIN_PATH_SCORE, limit, ahead=self._ahead)
         if self._drafting.rule == UNDECIDED and last:
             nodes = [node for node in nodes if node not in verified]  # their children can only be bonus tokens
         return nodes[: self._drafting.rows]

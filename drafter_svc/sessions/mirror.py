@@ -62,8 +62,8 @@ class Mirror:
 
     @property
     def worth_drafting(self) -> bool:
-        """Whether any node can be worth drafting. At a price of 1 none is."""
-        return self.plan.depth > 0 and self.terms.price < 1.0
+        """Whether any node can be worth drafting. At a min_path_score of 1 none is."""
+        return self.plan.depth > 0 and self.terms.min_path_score < 1.0
 
     def apply_update(self, update: MirrorUpdate) -> bool:
         """Apply committed tokens and terms. Return False when the mirror differs from the upstream's copy: it needs

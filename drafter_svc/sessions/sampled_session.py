@@ -68,7 +68,7 @@ class SampledSession(DrafterSession):
     def gain(self, fits: DrafterFits, nodes: Sequence[Node]) -> float:
         """Return the expected gain by the measured acceptance rates alone."""
         return sum(
-            self.tree.score(node) * rate - self.terms.price
+            self.tree.score(node) * rate - self.terms.min_path_score
             for node in nodes
             for rate, _ in zip(self._rates, self._shapes[node], strict=False)
         )

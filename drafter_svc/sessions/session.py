@@ -58,7 +58,7 @@ class DrafterSession(Mirror, ABC):
         self.construction = construction
         self.slot = slot
         self.adapter: object | None = None  # of the model
-        self.level_price = 0.0  # tokens that one more level costs while the upstream waits
+        self.level_cost_tokens = 0.0  # tokens that one more level costs while the upstream waits
         self.cached = cached
         self.scratch: list[Node] = []
         self.sampler = Sampler(snapshot.contract, self.usable, self.tokens, snapshot.answer_position)
@@ -104,8 +104,7 @@ class DrafterSession(Mirror, ABC):
         """Return the segment to run next, and the nodes that its last rows expand; None if nothing is worth running.
 
         The segment is a chunk of committed tokens, or the rest of them with the nodes to expand. A level must be worth
-        its price and, while the upstream waits, the `level_s` seconds that it takes. At a price of 1 not even the
-        prompt is read.
+        its rows and, while the upstream waits, its `level_s` seconds. While drafters rest no prompt is read either.
         """
         pending = len(self.tokens) - self.cached
         if len(self.tokens) >= context or not self.worth_drafting or self._cannot_draft:
@@ -115,9 +114,9 @@ class DrafterSession(Mirror, ABC):
         limit = min(limit, self.room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
-        self.level_price = self.terms.time_price * level_s
+        self.level_cost_tokens = self.terms.time_cost_tokens_per_s * level_s
         nodes = [node for node in self.frontier(fits, limit) if node.position + 1 < context]
-        if not nodes or self.gain(fits, nodes) < self.level_price:
+        if not nodes or self.gain(fits, nodes) < self.level_cost_tokens:
             return None
         return self._level(pending, nodes), nodes
 
@@ -186,7 +185,8 @@ class DrafterSession(Mirror, ABC):
 
     def _terms(self, rates: Sequence[float], limit: int = 2**31) -> TreeTerms:
         """Return the bounds of the tree's construction. `rates`: measured acceptance by rank."""
-        return TreeTerms(self.plan, limit, self.terms.price, self.terms.ahead, self.level_price, tuple(rates))
+        min_path_score, _, ahead = self.terms
+        return TreeTerms(self.plan, limit, min_path_score, ahead, self.level_cost_tokens, tuple(rates))
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Return the expanded nodes of the kept subtree in the order of their rows: ancestors before descendants."""

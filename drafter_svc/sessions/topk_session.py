@@ -82,7 +82,7 @@ class TopKSession(DrafterSession):
 
     def gain(self, fits: DrafterFits, nodes: Sequence[Node]) -> float:
         """Return the expected gain by what children usually bring."""
-        return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.terms.price)
+        return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.terms.min_path_score)
 
     def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
         """Proposes the best candidates of each row."""
@@ -106,11 +106,12 @@ class TopKSession(DrafterSession):
         if segment.prefix + segment.span - len(self.tokens) + MOST_LEVELS * LEVEL_ROWS > SCRATCH:
             return None  # the level after this one may make room
         width = min(self.construction.width(plan), CHILDREN)
-        most = min(MOST_LEVELS if self.terms.time_price else beside, plan.depth - 1 - min(map(tree.depth, nodes)))
+        most = MOST_LEVELS if self.terms.time_cost_tokens_per_s else beside
+        most = min(most, plan.depth - 1 - min(map(tree.depth, nodes)))
         if not self.terms.ahead:  # a step has room for no more
             most = min(most, -(-(plan.nodes - len(self._rows) - len(nodes)) // LEVEL_ROWS))
         levels, gain, kept = 0, self.gain(fits, nodes), fits.kept(width)
-        while levels < most and (gain := gain * kept) > max(self.level_price, LOWEST_SCORE):
+        while levels < most and (gain := gain * kept) > max(self.level_cost_tokens, LOWEST_SCORE):
             levels += 1
         if not levels:
             return None
@@ -201,7 +202,7 @@ class TopKSession(DrafterSession):
     @property
     def _floor(self) -> float:
         """Path score below which a node is not worth sending."""
-        return floor_score(self.terms.price, ahead=self.terms.ahead)
+        return floor_score(self.terms.min_path_score, ahead=self.terms.ahead)
 
     def _add_children(self, found: Iterable[tuple[Node, Candidates]], fits: DrafterFits) -> Delta:
         terms = self._bounds(fits)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Weights of the past at each observation, so that about 20, 50 or 200 observations count: for what changes with the
+# load, with a text, and with a machine or a model.
+QUICK, RECENT, LONG = 0.95, 0.98, 0.995
+
 
 class Ema:
     """An exponential moving average. The first value is the mean; each later one moves it by its weight."""
@@ -37,17 +41,18 @@ class FadingRatio:
 
     __slots__ = ("_memory", "attempts", "hits")
 
-    def __init__(self, memory: float, *, hits: float = 0.0, attempts: float = 0.0) -> None:
+    def __init__(self, memory: float = RECENT, *, hits: float = 0.0, attempts: float = 0.0) -> None:
         """`memory`: what both totals are multiplied by before each observation, from 0 to 1; `hits` and `attempts`:
         what is assumed at first, and fades like observations."""
         self._memory = memory
         self.hits = hits
         self.attempts = attempts
 
-    def observe(self, hits: float, attempts: float = 1.0) -> None:
-        """Add some hits of some attempts."""
-        self.hits = self._memory * self.hits + hits
-        self.attempts = self._memory * self.attempts + attempts
+    def observe(self, hits: float, attempts: float = 1.0, *, steps: float = 1.0) -> None:
+        """Add some hits of some attempts, which count as `steps` observations for what fades."""
+        memory = self._memory if steps == 1.0 else self._memory**steps
+        self.hits = memory * self.hits + hits
+        self.attempts = memory * self.attempts + attempts
 
     @property
     def ratio(self) -> float:

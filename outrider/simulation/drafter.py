@@ -46,7 +46,7 @@ class SimulatedDrafter:
         reading = sum(self._missed(it) for it in turn) * deployment.read_ms / 1e3
         waited_for = [it for it in turn if not (it.terms.ahead or it.terms.rounds)]
         gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
-        if waited_for and gain < seconds * sum(it.terms.time_price for it in waited_for):
+        if waited_for and gain < seconds * sum(it.terms.time_cost_tokens_per_s for it in waited_for):
             for it in waited_for:  # the level is not worth the time for which it holds steps
                 self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
             return

@@ -157,8 +157,8 @@ class SimulatedSession:
         return (kind.agreement * kind.ranks[0]) ** levels * kind.agreement * sum(kind.ranks[: self.terms.plan.width])
 
     def expected_tokens(self) -> float:
-        """Return the tokens that a step over the tree is expected to commit, less the price of its nodes."""
-        return 1.0 + sum(max(0.0, score - self.terms.verified_price) for score in self.scores())
+        """Return the tokens that a step over the tree is expected to commit, less what its nodes cost."""
+        return 1.0 + sum(max(0.0, score - self.terms.verified_min_path_score) for score in self.scores())
 
 
 def _rank(kind: DrafterKind, rng: random.Random) -> int:

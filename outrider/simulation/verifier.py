@@ -23,7 +23,7 @@ class SimulatedStep(NamedTuple):
     deciding: Sequence[SimulatedSession]  # sessions that decode
     nodes: Sequence[int]  # [deciding] verified nodes
     reading: dict[SimulatedSession, int]  # prompt tokens that the pass reads
-    price: float  # path score below which a node was not worth its row
+    min_path_score: float  # path score below which a node was not worth its row
     rows: int
     seconds: float
     waited: float  # since the end of the step before
@@ -98,7 +98,7 @@ class SimulatedVerifier:
             return
         for _, index in offers[: budget.nodes]:
             nodes[index] += 1
-        self._step(deciding, nodes, reading, budget.price)
+        self._step(deciding, nodes, reading, budget.min_path_score)
 
     def _woken(self, alarm: int) -> None:
         if alarm == self._alarm and not self._running:
@@ -109,14 +109,14 @@ class SimulatedVerifier:
         deciding: Sequence[SimulatedSession],
         nodes: Sequence[int],
         reading: dict[SimulatedSession, int],
-        price: float,
+        min_path_score: float,
     ) -> None:
         self._running = True
         self._alarm += 1
         clock = self.cluster.clock
         rows = len(deciding) + sum(nodes) + sum(reading.values())
         seconds = self.cluster.pass_seconds(rows, drafted=any(nodes))
-        step = SimulatedStep(deciding, nodes, reading, price, rows, seconds, clock.now - self._ended)
+        step = SimulatedStep(deciding, nodes, reading, min_path_score, rows, seconds, clock.now - self._ended)
         for session in deciding:
             session.passing = True
         self.cluster.outcome.passes += step.seconds
@@ -140,7 +140,7 @@ class SimulatedVerifier:
             expected = 1.0 + sum(session.scores()[:count])
             tokens, report = self._decide(session, count, step)
             commits.append(SessionTokens(session, tokens, expected))
-            session.terms.verified_price = step.price
+            session.terms.verified_min_path_score = step.min_path_score
             self._deliver(session, tokens, report)
         if step.deciding and self._committed:
             read = sum(step.reading.values())

@@ -35,7 +35,7 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
             if counts.steps > MAX_STEPS:
                 counts.scale(MAX_STEPS / counts.steps)
             counts.add(fresh)
-            times |= {kind: average.mean for kind, average in priors.times().items() if average.known}
+            times |= {kind: average.mean for kind, average in priors.times().items() if average.count}
             if fresh.steps:
                 await redis.set(_KEY + name, json.dumps({"counts": counts.values(), "times": times}), ex=TTL_S)
     except BaseException:
@@ -44,7 +44,7 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
     counts.add(priors.fresh)  # observations made meanwhile
     priors.counts.copy_from(counts)
     for kind, average in priors.times().items():
-        if not average.known and kind in times:
+        if not average.count and kind in times:
             average.observe(times[kind])
 
 

@@ -1,11 +1,11 @@
-"""Sends the drafters of a session its snapshots, commits, plans, prices and credit, and this upstream's hints."""
+"""Sends the drafters of a session its snapshots, commits, plans, terms and credit, and this upstream's hints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from outrider.core.control.drafting_terms import RESTING_PRICE
+from outrider.core.control.drafting_terms import RESTING_SCORE
 from outrider.core.tree.delta import Hints
 from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.upstream_session import Subscription, UpstreamSession
@@ -69,8 +69,8 @@ class DrafterSender:
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
         terms = session.terms.sent
-        subscription.rests = session.tree.root.position if terms.price == RESTING_PRICE else -1
-        set_sent_terms(commit, terms._replace(price=RESTING_PRICE) if resting else terms)
+        subscription.rests = session.tree.root.position if terms.min_path_score == RESTING_SCORE else -1
+        set_sent_terms(commit, terms._replace(min_path_score=RESTING_SCORE) if resting else terms)
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.terms.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))

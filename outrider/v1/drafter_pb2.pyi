@@ -144,7 +144,7 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ..., batches: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position", "features", "vocabulary", "unpadded_vocabulary")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "min_path_score", "time_cost_tokens_per_s", "ahead", "answer_position", "features", "vocabulary", "unpadded_vocabulary")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -154,8 +154,8 @@ class Snapshot(_message.Message):
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
-    PRICE_FIELD_NUMBER: _ClassVar[int]
-    TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PATH_SCORE_FIELD_NUMBER: _ClassVar[int]
+    TIME_COST_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     ANSWER_POSITION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -170,27 +170,27 @@ class Snapshot(_message.Message):
     contract: _types_pb2.Contract
     plan: _types_pb2.Plan
     credit: int
-    price: float
-    time_price: float
+    min_path_score: float
+    time_cost_tokens_per_s: float
     ahead: bool
     answer_position: int
     features: bytes
     vocabulary: int
     unpadded_vocabulary: int
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ..., features: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., unpadded_vocabulary: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., min_path_score: _Optional[float] = ..., time_cost_tokens_per_s: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ..., features: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., unpadded_vocabulary: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price", "ahead", "features")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "min_path_score", "credit", "dropped", "time_cost_tokens_per_s", "ahead", "features")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    PRICE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PATH_SCORE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
-    TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
+    TIME_COST_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     attachment: int
@@ -199,13 +199,13 @@ class Commit(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     digest: int
     plan: _types_pb2.Plan
-    price: float
+    min_path_score: float
     credit: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
-    time_price: float
+    time_cost_tokens_per_s: float
     ahead: bool
     features: bytes
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., features: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., min_path_score: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., time_cost_tokens_per_s: _Optional[float] = ..., ahead: _Optional[bool] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("attachment", "reason")

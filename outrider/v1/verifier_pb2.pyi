@@ -135,14 +135,14 @@ class DecodeStarted(_message.Message):
     def __init__(self, cached: _Optional[int] = ..., handle: _Optional[int] = ..., resting: _Optional[bool] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "credits", "logprobs", "handle")
+    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "contributions", "logprobs", "handle")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     GAPS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -151,12 +151,12 @@ class DecodeCommit(_message.Message):
     gaps: _containers.RepeatedScalarFieldContainer[float]
     digest: int
     report: _types_pb2.StepReport
-    credits: _containers.RepeatedCompositeFieldContainer[DrafterCredit]
+    contributions: _containers.RepeatedCompositeFieldContainer[DrafterContribution]
     logprobs: bytes
     handle: int
-    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., credits: _Optional[_Iterable[_Union[DrafterCredit, _Mapping]]] = ..., logprobs: _Optional[bytes] = ..., handle: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[DrafterContribution, _Mapping]]] = ..., logprobs: _Optional[bytes] = ..., handle: _Optional[int] = ...) -> None: ...
 
-class DrafterCredit(_message.Message):
+class DrafterContribution(_message.Message):
     __slots__ = ("drafter_id", "verified", "accepted", "alone")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]

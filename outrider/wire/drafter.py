@@ -60,12 +60,12 @@ def register(servicer: drafter_pb2_grpc.DrafterServicer, server: grpc.aio.Server
 
 def set_sent_terms(message: pb.Snapshot | pb.Commit, terms: SentTerms) -> None:
     """Set the terms of a snapshot or a commit."""
-    message.price, message.time_price, message.ahead = terms
+    message.min_path_score, message.time_cost_tokens_per_s, message.ahead = terms
 
 
 def sent_terms_of(message: pb.Snapshot | pb.Commit) -> SentTerms:
     """Return the terms of a snapshot or a commit."""
-    return SentTerms(message.price, message.time_price, message.ahead)
+    return SentTerms(message.min_path_score, message.time_cost_tokens_per_s, message.ahead)
 
 
 def delta_to_pb(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
-from outrider.core.control.drafters.attribution import DrafterCredit as Credit
+from outrider.core.control.drafters.contributions import DrafterContribution as Share
 from outrider.core.session import decoding
 from outrider.errors import InvalidRequest
 from outrider.v1 import types_pb2, verifier_pb2_grpc
@@ -22,7 +22,7 @@ DecodeResponse = pb.DecodeResponse
 DecodeStart = pb.DecodeStart
 DecodeStarted = pb.DecodeStarted
 DescribeRequest = types_pb2.DescribeRequest
-DrafterCredit = pb.DrafterCredit
+DrafterContribution = pb.DrafterContribution
 Error = pb.Error
 FINISH_REASON_LENGTH = types_pb2.FINISH_REASON_LENGTH
 FINISH_REASON_STOP = types_pb2.FINISH_REASON_STOP
@@ -73,7 +73,7 @@ def commit_from_pb(message: pb.DecodeCommit) -> decoding.ReceivedCommit:
         logprobs=message.logprobs,
         digest=message.digest,
         report=report_from_pb(message.report),
-        credits=tuple(Credit(it.drafter_id, it.verified, it.accepted, it.alone) for it in message.credits),
+        contributions=tuple(Share(it.drafter_id, it.verified, it.accepted, it.alone) for it in message.contributions),
     )
 
 

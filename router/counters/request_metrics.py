@@ -13,7 +13,7 @@ from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span
 
 from outrider.core.control.depth.depth_stats import Depths
-from outrider.core.control.drafters.attribution import DrafterCredit
+from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.session.contract import Plan, StepReport
 from outrider.telemetry.metrics import histogram, register_metric
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns
@@ -76,14 +76,14 @@ class RouterMetrics:
         register_metric("outrider.drafter.accepted", lambda: self._accepted)
 
     def observe_step(
-        self, drafters: Sequence[str], report: StepReport, drafter_credits: Sequence[DrafterCredit]
+        self, drafters: Sequence[str], report: StepReport, contributions: Sequence[DrafterContribution]
     ) -> None:
-        """Count a step that verified drafters' nodes. `drafter_credits` splits them if there are several drafters."""
+        """Count a step that verified drafters' nodes. `contributions` splits them if there are several drafters."""
         self.steps += 1
         self.depths.observe(report)
         if not report.verified:
             return
-        shares = [(credit.drafter_id, credit.verified, credit.accepted) for credit in drafter_credits]
+        shares = [(each.drafter_id, each.verified, each.accepted) for each in contributions]
         for drafter, verified, accepted in shares or [
             (name, report.verified, report.accepted) for name in drafters[:1]
         ]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from outrider.core.control.drafters.attribution import CreditTracker, DrafterCredit
+from outrider.core.control.drafters.contributions import ContributionTracker, DrafterContribution
 from outrider.core.control.drafters.tier_selection import Tiers, TierSwitch
 from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationStatus
@@ -115,7 +115,7 @@ class DrafterSet:
         self._ticket_signer = ticket_signer
         self._preferred = assignment.previous  # worker ids that are preferred at the first placement
         self._attached: dict[str, DrafterPlacement] = {}
-        self._worth: dict[int, CreditTracker] = {}  # by tier
+        self._worth: dict[int, ContributionTracker] = {}  # by tier
         self._obstacles = Obstacles(assignment.upstream)
         self._declined: set[str] = set()  # worker ids of drafters that did not help
         self._reduced: Counter[int] = Counter()  # by tier: how many fewer are wanted since useless ones were detached
@@ -142,17 +142,16 @@ class DrafterSet:
         """What keeps drafters from drafting, as far as is known."""
         return self._obstacles.foremost
 
-    def observe(self, tokens: int, report: StepReport, drafter_credits: tuple[DrafterCredit, ...] = ()) -> None:
-        """Take a step: the tokens that it committed, the verifier's report, and each drafter's credits if there are
-        several.
+    def observe(self, tokens: int, report: StepReport, contributions: tuple[DrafterContribution, ...] = ()) -> None:
+        """Take a step: the tokens that it committed, the verifier's report, and what each drafter contributed.
 
         Start a repair when too few drafters have subscribed for a while. A drafter that never helps beside others of
         its tier is detached and serves other sessions; a tier without which the session is faster is left out.
         """
         now = time.monotonic()
         self._tier_window.observe(tokens, now, drafted=report.verified > 0, resting=report.resting)
-        if drafter_credits and not self._replaced:  # a replacement drafts the same as the drafter that it replaces
-            self._drop_useless(drafter_credits)
+        if contributions and not self._replaced:  # a replacement drafts the same as the drafter that it replaces
+            self._drop_useless(contributions)
         if report.drafters >= self._expected_direct:
             self._missing_since, self._queried, self._all_answered_before = None, False, False
         elif self._missing_since is None:
@@ -184,15 +183,15 @@ class DrafterSet:
         self._report_tier_rate()
         self._background.spawn(self._detach_after_work())
 
-    def _drop_useless(self, drafter_credits: tuple[DrafterCredit, ...]) -> None:
+    def _drop_useless(self, contributions: tuple[DrafterContribution, ...]) -> None:
         """Detach a drafter that drafts nothing which others of its tier do not draft."""
-        by_tier: dict[int, list[DrafterCredit]] = {}
-        for credit in drafter_credits:
-            if credit.drafter_id in self._attached:
-                by_tier.setdefault(self._attached[credit.drafter_id].drafter.tier, []).append(credit)
+        by_tier: dict[int, list[DrafterContribution]] = {}
+        for each in contributions:
+            if each.drafter_id in self._attached:
+                by_tier.setdefault(self._attached[each.drafter_id].drafter.tier, []).append(each)
         for tier, shares in by_tier.items():
-            useless = self._worth.setdefault(tier, CreditTracker()).observe(tuple(shares)) if len(shares) > 1 else None
-            if useless is not None:
+            tracker = self._worth.setdefault(tier, ContributionTracker())
+            if len(shares) > 1 and (useless := tracker.observe(tuple(shares))) is not None:
                 log.info(
                     "drafter %s is detached from session %s: others draft the same",
                     useless,

@@ -15,7 +15,7 @@ from outrider.core.answers.formats import Tools, read_calls, read_tools
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.json_bounds import JsonBounds
-from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Plan, PlanOverlap
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Worker
@@ -40,7 +40,7 @@ PRIORITIES: dict[int, QueueClass] = {
     inference_pb2.PRIORITY_BATCH: QueueClass.BATCH,
 }
 _TERMS = Contract.names()
-OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
+OVERLAP = {None: PlanOverlap.MEASURED, True: PlanOverlap.ALWAYS, False: PlanOverlap.NEVER}
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class CommitPump:
             self._record_status(report, statuses)
             if response.stopped:
                 return EndReason.STOP
-            self._drafters.observe(len(event.tokens), report, event.credits)
+            self._drafters.observe(len(event.tokens), report, event.contributions)
             policy.observe(report)
             if policy.plan() is not self.plan:
                 self._change_plan(policy.plan(), stream)
@@ -122,7 +122,7 @@ class CommitPump:
         self._samples.add(token_log.tokens, len(part.tokens), commit)
         metrics.append.record(time.monotonic() - append_began)
         metrics.tokens[self._opened.model.name] += len(part.tokens)
-        metrics.observe_step(self._drafters.drafter_ids, commit.report, commit.credits)
+        metrics.observe_step(self._drafters.drafter_ids, commit.report, commit.contributions)
         self._outbox.put(part)
         stream.acknowledge(self._outbox.limit)
         self._client_watch.start()

@@ -59,9 +59,9 @@ def test_a_drawn_tree_takes_the_shape_of_its_construction() -> None:
 
 def test_a_drawn_tree_is_shallower_the_more_the_upstreams_wait_costs() -> None:
     depths = []
-    for time_price in (0.0, 30.0, 300.0):
+    for time_cost_tokens_per_s in (0.0, 30.0, 300.0):
         rig = DrawnRig()
-        rig.session.terms = SentTerms(time_price=time_price)
+        rig.session.terms = SentTerms(time_cost_tokens_per_s=time_cost_tokens_per_s)
         while rig.level(level_s=0.01):
             pass
         depths.append(depth_of(shape_of(rig.upstream)))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from outrider.core.session.contract import OFF, Contract, Overlap, Plan, StepReport
+from outrider.core.session.contract import OFF, Contract, Plan, PlanOverlap, StepReport
 from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
@@ -21,8 +21,8 @@ from outrider.wire.tickets import Permit, TicketSigner
 from outrider.wire.types import contract_to_pb, plan_to_pb, report_from_pb
 
 SIGNERS: dict[str, TicketSigner] = {}  # by the address of a server whose cluster `trust` was given
-# With overlap time has no price: drafters draft however fast the target is.
-SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
+# With overlap time costs nothing: drafters draft however fast the target is.
+SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=PlanOverlap.ALWAYS)
 _names = itertools.count(1)
 
 
@@ -113,7 +113,7 @@ async def decode(
                 answer.tokens += commit.tokens
                 answer.gaps += commit.gaps
                 answer.digest = commit.digest
-                answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
+                answer.credited.update({each.drafter_id: each.accepted for each in commit.contributions})
                 answer.reports.append(report_from_pb(commit.report))
                 joined = joined or answer.reports[-1].drafters == len(drafters)
                 length = commit.position + len(commit.tokens)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, Contract, Plan, PlanOverlap
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.errors import InvalidRequest
 from outrider.fleet.cluster import LocalCluster
@@ -95,7 +95,9 @@ async def said_in_rounds(cluster: LocalCluster, count: int, **terms: Any) -> lis
     await trust(cluster)
     verifier, drafter = (cluster.processes[name].address for name in ("verifier-0", "drafter-0"))
     room = asyncio.Semaphore(AT_ONCE // 2)  # a drafter's slot is free a moment after the answer has ended
-    plan = Plan(version=1, depth=4, width=3, nodes=8, overlap=Overlap.ALWAYS)  # else they rest where drafts cost more
+    plan = Plan(
+        version=1, depth=4, width=3, nodes=8, overlap=PlanOverlap.ALWAYS
+    )  # else they rest where drafts cost more
 
     async def text(seed: int) -> Answer:
         async with room:

@@ -9,7 +9,7 @@ from os import kill
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.contract import OFF, Contract, Plan, PlanOverlap
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config
@@ -25,7 +25,7 @@ TERMS = [
     Contract(seed=8, max_tokens=TOKENS, temperature=1.0),
 ]
 # Steps wait for drafts, however busy the machine is.
-ROUNDS = Plan(version=1, depth=4, width=4, nodes=16, wait_us=2_000_000, overlap=Overlap.ROUNDS)
+ROUNDS = Plan(version=1, depth=4, width=4, nodes=16, wait_us=2_000_000, overlap=PlanOverlap.ROUNDS)
 Run = Callable[[Contract], Awaitable[Answer]]
 _plain: dict[Contract, Answer] = {}
 
@@ -138,7 +138,7 @@ async def test_gamma_changed_in_mid_stream_changes_nothing(
     async def each(answer: Answer) -> Plan | None:
         steps = len(answer.reports)
         depth, width, nodes = depths[steps % 5], 1 + steps % 4, 4 + steps % 13
-        return Plan(1 + steps, depth=depth, width=width, nodes=nodes, overlap=Overlap.ALWAYS) if steps else None
+        return Plan(1 + steps, depth=depth, width=width, nodes=nodes, overlap=PlanOverlap.ALWAYS) if steps else None
 
     answer = await decode(
         verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.02

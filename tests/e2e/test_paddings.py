@@ -16,7 +16,7 @@ import torch
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.contract import OFF, Contract, Plan, PlanOverlap
 from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.heads.checkpoint_io import load_network, save_network
 from outrider.errors import InvalidRequest
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PADDED = 24
 TOKENS = 48
 AT_ONCE = 4
-ROUNDS = Plan(version=1, depth=4, width=3, nodes=12, wait_us=2_000_000, overlap=Overlap.ROUNDS)
+ROUNDS = Plan(version=1, depth=4, width=3, nodes=12, wait_us=2_000_000, overlap=PlanOverlap.ROUNDS)
 DRAWN = ["speculative-sampling", "recursive-rejection", "block-verification", "traversal-verification"]
 PROMPTS = {"small": [3, 1, 4], "large": [3, 17, 1, 23, 4], "masked": [3, 1, 4]}
 

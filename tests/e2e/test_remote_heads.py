@@ -19,7 +19,7 @@ from drafter_svc.loading import check_settings
 from drafter_svc.loading import load_part as load_drafter_part
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.contract import OFF, Contract, Plan, PlanOverlap
 from outrider.errors import ConfigError
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process
@@ -32,7 +32,7 @@ from verifier_svc.server import load_part as load_verifier_part
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PLAIN = DrafterConfig(model=MODELS / "drafter", dtype="float32")
-ROUNDS = Plan(version=1, depth=DEPTH, width=4, nodes=16, wait_us=2_000_000, overlap=Overlap.ROUNDS)
+ROUNDS = Plan(version=1, depth=DEPTH, width=4, nodes=16, wait_us=2_000_000, overlap=PlanOverlap.ROUNDS)
 
 
 def cluster_config(heads: Path, features: Path | None, **router: Any) -> ClusterConfig:

@@ -142,7 +142,7 @@ def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb
         contract=contracts,
         plan=plans,
         credit=huge,
-        price=floats,
+        min_path_score=floats,
         answer_position=positions,
         features=features,
     )
@@ -154,7 +154,7 @@ def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb
         tokens=committed,
         digest=st.one_of(st.sampled_from(TRUE_DIGESTS), huge),
         plan=plans,
-        price=floats,
+        min_path_score=floats,
         credit=huge,
         dropped=st.lists(huge, max_size=5),
         features=features,

@@ -176,7 +176,7 @@ class Attaching:
         self._fleet, self._post = fleet, post
         fleet.send(Note(post, attach=True))
 
-    def observe(self, tokens: int, report: Any, drafter_credits: tuple[Any, ...] = ()) -> None:
+    def observe(self, tokens: int, report: Any, contributions: tuple[Any, ...] = ()) -> None:
         pass
 
     def estimates(self) -> dict[str, float]:

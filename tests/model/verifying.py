@@ -164,7 +164,7 @@ class Verifier:
             start.plan,
             start.window,
         )
-        session = VerifierSession(opening, AcquiredSlot(0, 0, None), VOCABULARY, ArrivalPatterns.unknown())
+        session = VerifierSession(opening, AcquiredSlot(0, 0, None), VOCABULARY, ArrivalPatterns())
         self.sessions[session.id] = session
         self._routers[session] = link
         link.back.put(Started())

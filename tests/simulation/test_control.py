@@ -9,7 +9,7 @@ import pytest
 
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
-from outrider.core.session.contract import OFF, Overlap, Plan
+from outrider.core.session.contract import OFF, Plan, PlanOverlap
 from outrider.simulation.cluster import SimulatedCluster
 from outrider.simulation.deployment import Deployment, DrafterKind, Scenario, SimulationOutcome, TrafficPhase
 
@@ -42,7 +42,9 @@ def test_control_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_fixed
     measured = Plan(depth=16, nodes=24)
     ours = run(*cluster, measured)
     plain = run(*cluster, OFF).goodput
-    fixed = max(run(*cluster, replace(measured, overlap=way)).goodput for way in (Overlap.ALWAYS, Overlap.NEVER))
+    fixed = max(
+        run(*cluster, replace(measured, overlap=way)).goodput for way in (PlanOverlap.ALWAYS, PlanOverlap.NEVER)
+    )
     assert ours.goodput > 0.98 * plain
     assert ours.goodput > 0.85 * fixed
     assert ours.switches_per_second < 0.5

@@ -27,7 +27,7 @@ def subscribed(**terms: int) -> Subscription:
         start,
         AcquiredSlot(0, len(TOKENS) - 1, None),
         VOCABULARY,
-        ArrivalPatterns.unknown(),
+        ArrivalPatterns(),
         unpadded_vocabulary=UNPADDED,
     )
     return session.subscribe(UpstreamStream("d", types_pb2.Heartbeat), 1, Calibration())

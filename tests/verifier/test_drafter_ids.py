@@ -59,7 +59,7 @@ class Upstream:
             SessionStart("s", "t", 1, (1, 2, 3), 3, *terms, 64),
             AcquiredSlot(0, 2, None),
             4096,
-            ArrivalPatterns.unknown(),
+            ArrivalPatterns(),
         )
         self.sessions = {"s": self.session}
         keys = TicketVerifier(self._keys, time.time)

@@ -144,7 +144,7 @@ def test_noise_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def session_of(number: int, contract: Contract) -> VerifierSession:
     start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64)
-    return VerifierSession(start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns.unknown())
+    return VerifierSession(start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

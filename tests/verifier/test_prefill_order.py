@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import COST, CostModel
 from verifier_svc.prefill_order import LEAST_CHUNK, SLOWER, PrefillOrder, chunk_beside_others
 
 CHUNK = 100
-BY_ROWS = CostModel([(tokens, tokens * OVERHEAD_S) for tokens in range(1, 2 * CHUNK)])  # as on a CPU
+BY_ROWS = CostModel([(tokens, tokens * COST.overhead_s) for tokens in range(1, 2 * CHUNK)])  # as on a CPU
 BY_PASS = CostModel([(1, 0.05), (2 * CHUNK, 0.06)])  # as on a GPU
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.cost.calibration import Calibration
-from outrider.core.control.drafters.attribution import DrafterCredit
-from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.core.control.drafters.contributions import DrafterContribution
+from outrider.core.session.contract import OFF, Contract, Plan, PlanOverlap
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.checkpoints.checkpoint import UNPADDED
@@ -36,7 +36,7 @@ from verifier_svc.session import SessionStart, VerifierSession
 MODELS = Path(__file__).parents[2] / "models"
 VOCABULARY = 64  # ids that are drafted wrongly; the target has more
 PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
-IN_ROUNDS = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0, overlap=Overlap.ROUNDS)
+IN_ROUNDS = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0, overlap=PlanOverlap.ROUNDS)
 TEXT = (1, 2, 3, 1, 2, 3, 1, 5, 4, 2)
 DRAFTER = 9
 STOPS = (3, 26, 199)  # tokens that it often generates
@@ -332,7 +332,7 @@ async def test_a_drafter_is_credited_for_the_tokens_that_it_alone_drafted(loop: 
     await stepped(loop, session)
     _, commit = commits(session)
     assert commit is not None
-    assert commit.credits == (DrafterCredit("long", 3, 3, 2), DrafterCredit("short", 1, 1, 0))
+    assert commit.contributions == (DrafterContribution("long", 3, 3, 2), DrafterContribution("short", 1, 1, 0))
 
 
 @pytest.mark.parametrize("rule", ["speculative-sampling", "target-match"])

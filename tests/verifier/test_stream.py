@@ -20,7 +20,7 @@ def stream() -> UpstreamStream:
 
 def commit(attachment: int, position: int, count: int = 1) -> pb.Commit:
     tokens = range(position, position + count)
-    return pb.Commit(attachment=attachment, epoch=1, position=position, tokens=tokens, price=position / 100)
+    return pb.Commit(attachment=attachment, epoch=1, position=position, tokens=tokens, min_path_score=position / 100)
 
 
 def parts(count: int) -> Iterator[pb.Snapshot]:
@@ -103,14 +103,14 @@ async def test_commits_of_one_session_coalesce() -> None:
     outgoing.commit(commit(1, 10, 2))
     second = commit(1, 12)
     second.dropped.append(4)
-    second.digest, second.credit, second.time_price, second.ahead = 12, 40, 2.0, True
+    second.digest, second.credit, second.time_cost_tokens_per_s, second.ahead = 12, 40, 2.0, True
     outgoing.commit(second)
     frame = await outgoing.next()
     assert frame is not None
     assert (frame.commit.position, list(frame.commit.tokens)) == (10, [10, 11, 12])
-    assert (list(frame.commit.dropped), round(frame.commit.price, 2)) == ([4], 0.12)
+    assert (list(frame.commit.dropped), round(frame.commit.min_path_score, 2)) == ([4], 0.12)
     assert (frame.commit.digest, frame.commit.credit) == (12, 40)
-    assert (frame.commit.time_price, frame.commit.ahead) == (2.0, True)
+    assert (frame.commit.time_cost_tokens_per_s, frame.commit.ahead) == (2.0, True)
 
 
 async def test_a_commit_during_a_snapshot_waits_for_its_last_part_and_others_do_not() -> None:

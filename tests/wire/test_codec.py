@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core.acceptance import SparseRow
-from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, PlanOverlap, StepReport
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import InvalidRequest
@@ -44,7 +44,7 @@ plans = st.builds(
     width=st.integers(0, 64),
     nodes=st.integers(0, 1024),
     wait_us=st.integers(0, 10_000_000),
-    overlap=st.sampled_from(Overlap),
+    overlap=st.sampled_from(PlanOverlap),
 )
 reports = st.builds(
     StepReport,

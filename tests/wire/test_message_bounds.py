@@ -53,7 +53,9 @@ LARGEST_DELTA = pb.TreeDelta(
     edges=bytes(MAX_DELTA_NODES),
     drawn=[pb.DrawnFrom(tokens=[ID] * MAX_TOKENS, weights=[65535] * MAX_TOKENS)] * MAX_DELTA_NODES,
 )
-COMMIT = pb.Commit(attachment=ID, position=9, tokens=[ID] * 256, plan=PLAN, price=0.5, credit=9, dropped=range(50))
+COMMIT = pb.Commit(
+    attachment=ID, position=9, tokens=[ID] * 256, plan=PLAN, min_path_score=0.5, credit=9, dropped=range(50)
+)
 CONTRACT = types_pb2.Contract(
     seed=LARGE,
     logit_bias=dict.fromkeys(range(4096), 1.5),
@@ -67,7 +69,7 @@ DECODED = verifier_pb2.DecodeCommit(
     gaps=[0.5] * 4,
     report=REPORT,
     logprobs=bytes(400),
-    credits=[verifier_pb2.DrafterCredit(drafter_id="drafter-00c0ffee", verified=9)] * 16,
+    contributions=[verifier_pb2.DrafterContribution(drafter_id="drafter-00c0ffee", verified=9)] * 16,
 )
 SENT: dict[str, tuple[MessageBound, Message]] = {
     "deltas": (REQUEST, pb.DraftUp(deltas=[DELTA] * MAX_TOGETHER)),

@@ -38,7 +38,7 @@ class RoundTerms(NamedTuple):
     sampler: Sampler
     vocabulary: int  # the target chooses only ids below it
     plan: Plan  # not deeper than the heads draft
-    price: float  # path score below which a node is not worth verifying
+    min_path_score: float  # path score below which a node is not worth verifying
 
 
 class HeadDrafts:
@@ -55,7 +55,7 @@ class HeadDrafts:
         self.calibration = calibration
         self.trial_gate = copy(shared_gate)
         self._shared_gate = shared_gate
-        self.price = 0.0  # tokens that could be committed in the time of the round
+        self.cost_tokens = 0.0  # tokens that could be committed in the time of the round
         self._shared = rule_of(contract).child_sampling is ChildSampling.FREELY
         self._fits = fits
         self._rows: dict[Node, tuple[int, Candidates]] = {}  # of expanded nodes: row number, candidates
@@ -75,7 +75,7 @@ class HeadDrafts:
     def growth(self) -> Growth:
         """Return how levels grow below the root by themselves."""
         tree, plan = self._terms.tree, self._terms.plan
-        floor = math.log(floor_score(self._terms.price))
+        floor = math.log(floor_score(self._terms.min_path_score))
         last = tree.root.position + plan.depth - 1
         return Growth(
             tree.root.position + 1, np.zeros(1), self._fits[0].scale.scale, min(plan.width, CHILDREN), floor, last
@@ -87,7 +87,7 @@ class HeadDrafts:
         if level >= plan.depth:
             return 0.0
         reach = math.prod(fits.kept(plan.width) for fits in self._fits[:level])
-        return self._fits[level].gain([reach], plan.width, self._terms.price)
+        return self._fits[level].gain([reach], plan.width, self._terms.min_path_score)
 
     def propose(self, node: Node, number: int, row: LogitsRow) -> None:
         """Add a node's children from the row of that number, as far as they are worth verifying."""
@@ -118,7 +118,7 @@ class HeadDrafts:
             return []
         plan, found = self._terms.plan, list[Node]()
         for score, node in self._terms.tree.best_first(depth=plan.depth - 1, width=plan.width):
-            if score < floor_score(self._terms.price) or len(found) == LEVEL_NODES:
+            if score < floor_score(self._terms.min_path_score) or len(found) == LEVEL_NODES:
                 break
             if node.parent in self._rows and node not in self._rows:
                 found.append(node)
@@ -131,8 +131,8 @@ class HeadDrafts:
 
     def gain(self, nodes: Sequence[Node]) -> float:
         """Return the tokens that expanding these nodes is expected to bring, less the cost of verifying children."""
-        tree, width, price = self._terms.tree, self._terms.plan.width, self._terms.price
-        return sum(self._fits[tree.depth(node)].gain([tree.score(node)], width, price) for node in nodes)
+        tree, width, min_path_score = self._terms.tree, self._terms.plan.width, self._terms.min_path_score
+        return sum(self._fits[tree.depth(node)].gain([tree.score(node)], width, min_path_score) for node in nodes)
 
     def settle(self, tree: TokenTree, path: Sequence[Node], tokens: Sequence[int]) -> None:
         """Learns from a step that accepts `path` and commits `tokens`. Called before the text goes on.
@@ -145,7 +145,7 @@ class HeadDrafts:
             return
         gain = sum(tree.ids.origins(node) == {SENDER} for node in path)
         for gate in (self.trial_gate, self._shared_gate):
-            gate.observe(gain, self.price)
+            gate.observe(gain, self.cost_tokens)
         node: Node | None = tree.root
         for token in tokens:
             if node is None or node not in self._rows:
@@ -158,7 +158,7 @@ class HeadDrafts:
         """Add a node's children, and keep its candidates to learn from when the target has chosen."""
         tree, width = self._terms.tree, self._terms.plan.width
         self._rows[node] = number, row
-        min_edge = floor_score(self._terms.price) / tree.score(node)
+        min_edge = floor_score(self._terms.min_path_score) / tree.score(node)
         for token, claimed in self._fits[tree.depth(node)].edges(row, width, None):
             edge = self.calibration.corrected(claimed)
             known = node.children.get(token)

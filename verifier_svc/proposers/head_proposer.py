@@ -100,7 +100,7 @@ class SpeculatorProposer(HeadProposer):
         key = contract.rule, contract.temperature_bucket
         if key not in self._shared:
             # All sessions share a round, so a trial never delays one session for another, whatever it costs.
-            self._shared[key] = [DrafterFits() for _ in range(self._speculator.depth)], TrialGate(max_price=math.inf)
+            self._shared[key] = [DrafterFits() for _ in range(self._speculator.depth)], TrialGate(math.inf)
         return HeadDrafts(contract, *contract.own_or_shared((self._calibration, *self._shared[key])))
 
     def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
@@ -123,8 +123,8 @@ class SpeculatorProposer(HeadProposer):
         for session, heads in wanting:
             plan = session.ceilings
             plan = replace(plan, depth=min(plan.depth, self._speculator.depth))
-            price, vocabulary = session.terms.verified_price, session.unpadded_vocabulary
-            heads.begin(RoundTerms(session.tree, session.sampler, vocabulary, plan, price))
+            min_path_score, vocabulary = session.terms.verified_min_path_score, session.unpadded_vocabulary
+            heads.begin(RoundTerms(session.tree, session.sampler, vocabulary, plan, min_path_score))
         levels = self._grown_levels(wanting, step.rate)
         roots = [self._root(member, grows=levels > 0) for member in wanting]
         rows, grown = await executor.call(partial(self._speculator.begin, roots, levels))
@@ -148,7 +148,7 @@ class SpeculatorProposer(HeadProposer):
         share = (time.perf_counter() - began) / len(wanting)
         self._round_s.observe(share)
         for session, heads in drafting:
-            heads.price = share * step.rate
+            heads.cost_tokens = share * step.rate
             session.arrivals.grew(session.tree_value())
 
     def _wants(self, session: VerifierSession, heads: HeadDrafts, rate: float) -> bool:

@@ -21,7 +21,7 @@ class LookaheadPlan(NamedTuple):
     """The cost of a step's lookahead windows."""
 
     rows: int
-    price: float  # tokens that could be committed in their time, and the least that the windows are worth
+    cost_tokens: float  # tokens that could be committed in their time, and the least that the windows are worth
 
 
 def look_ahead(
@@ -50,12 +50,12 @@ def look_ahead(
         window = proposer.lookahead.rows()
         more = len(window.tokens)
         rate = rate or budget.expected / (cost.seconds(first) + times.medians().overhead)
-        price = rate * (cost.seconds(first + rows + more) - cost.seconds(first + rows) + proposer.seconds.mean)
-        if budget.nodes + rows + more <= max_rows and proposer.trial_gate.takes(price, trial=trial):
-            work.window, work.window_price, work.window_seconds = window, price, time.perf_counter() - began
+        cost_tokens = rate * (cost.seconds(first + rows + more) - cost.seconds(first + rows) + proposer.seconds.mean)
+        if budget.nodes + rows + more <= max_rows and proposer.trial_gate.takes(cost_tokens, trial=trial):
+            work.window, work.window_cost_tokens, work.window_seconds = window, cost_tokens, time.perf_counter() - began
             trial = trial and not proposer.trial_gate.trying
             rows += more
-            total += price
+            total += cost_tokens
     return LookaheadPlan(rows, total)
 
 
@@ -68,8 +68,8 @@ def advance(work: SessionWork, verdicts: StepVerdicts) -> None:
         work.window_seconds += time.perf_counter() - began
 
 
-def settle(work: SessionWork, path: Sequence[Node], choices: Sequence[Choice], price: float) -> None:
-    """Learns from a step that verified nodes down to `price`, accepts `path` and commits `choices`.
+def settle(work: SessionWork, path: Sequence[Node], choices: Sequence[Choice], min_path_score: float) -> None:
+    """Learns from a step that verified nodes down to `min_path_score`, accepts `path` and commits `choices`.
 
     Called before the text goes on. A window's gain is how much further the target followed its proposals than those of
     the text's own n-grams, without the nodes that drafters proposed as well.
@@ -81,8 +81,8 @@ def settle(work: SessionWork, path: Sequence[Node], choices: Sequence[Choice], p
         proposer.trial_gate.observe_unused(len(choices))
         return
     began = time.perf_counter()
-    reached, without = proposer.lookahead.reaches([choice.token for choice in choices], price)
+    reached, without = proposer.lookahead.reaches([choice.token for choice in choices], min_path_score)
     gained = sum(work.session.tree.ids.origins(node) == {SENDER} for node in path[without:reached])
-    proposer.trial_gate.observe(gained - max(0, without - reached), work.window_price)
+    proposer.trial_gate.observe(gained - max(0, without - reached), work.window_cost_tokens)
     spent = work.window_seconds + time.perf_counter() - began
     proposer.seconds.observe(spent)

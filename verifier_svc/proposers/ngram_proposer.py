@@ -62,7 +62,7 @@ class NgramProposer:
         depth: int,
         width: int,
         vocabulary: int,
-        price: float,
+        min_path_score: float,
         grammar: GrammarState | None = None,
     ) -> None:
         """Add likely continuations that are worth verifying to the tree; only ids below `vocabulary`, and such as the
@@ -77,7 +77,7 @@ class NgramProposer:
             depth=depth,
             width=width,
             vocabulary=vocabulary,
-            floor=floor_score(price),
+            floor=floor_score(min_path_score),
             room=room,
             calibrate=corrected,
             grammar=grammar,

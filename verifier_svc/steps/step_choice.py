@@ -123,12 +123,12 @@ class StepChoice:
         certain += cost.in_tokens(len(decoding), prompt_tokens)
         scores = [-negated for negated, _, _ in ranked]
         budget = choose_budget(scores, base, certain, cost, outside)
-        ahead, price = look_ahead(deciding, base, budget, cost, times, self._max_nodes)
+        ahead, tokens = look_ahead(deciding, base, budget, cost, times, self._max_nodes)
         if ahead:
-            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, cost, outside)
+            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + tokens, cost, outside)
         for score, work, node in ranked[: budget.nodes]:
             work.add(node, -score, rows)
-        return StepBatch(works, budget.price, budget.expected / budget.seconds, prompt_tokens), budget
+        return StepBatch(works, budget.min_path_score, budget.expected / budget.seconds, prompt_tokens), budget
 
     def _add_full_trees(self, works: Sequence[SessionWork], rows: dict[Node, int]) -> float:
         """Add the trees that a step takes complete, level by level. Return their expected accepted tokens.
@@ -170,7 +170,7 @@ class StepChoice:
         if begun is None or not sessions:
             return None
         works = [SessionWork(session, session.cached, session.cached + 1) for session in sessions]
-        return StepBatch(works, begun.price, begun.rate, back_to_back=True, begun=True)
+        return StepBatch(works, begun.min_path_score, begun.rate, back_to_back=True, begun=True)
 
 
 def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Node]]:

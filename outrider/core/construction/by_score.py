@@ -27,11 +27,11 @@ class BestFirst(Construction):
 
     def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the best unexpanded nodes by path score, across levels."""
-        return frontier(tree, terms.plan, terms.price, terms.limit, ahead=terms.ahead)
+        return frontier(tree, terms.plan, terms.min_path_score, terms.limit, ahead=terms.ahead)
 
     def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
-        """Add, and return for sending, the candidates whose path score is at least the price."""
-        return propose(tree, node, scored, floor_score(terms.price, ahead=terms.ahead))
+        """Add, and return for sending, the candidates whose path score is high enough to draft."""
+        return propose(tree, node, scored, floor_score(terms.min_path_score, ahead=terms.ahead))
 
 
 class OptTree(BestFirst):
@@ -60,7 +60,7 @@ class OptTree(BestFirst):
             return []
         deepest = max(tree.depth(node) for _, node in best)
         level = min(map(tree.depth, waiting))
-        if level == deepest and self._added(tree, plan, best) <= max(self._threshold, terms.level_price):
+        if level == deepest and self._added(tree, plan, best) <= max(self._threshold, terms.level_cost_tokens):
             return []
         return [node for node in waiting if tree.depth(node) == level][: terms.limit]
 
@@ -102,10 +102,10 @@ class Eagle2(Construction):
         return []
 
     def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
-        """Return those of the best n nodes that were not sent yet and are worth the price."""
+        """Return those of the best n nodes that were not sent yet and reach `min_path_score`."""
         plan = terms.plan
         best = islice(tree.best_first(depth=plan.depth, width=plan.width), plan.nodes)
-        return [node for score, node in best if not node.names and score >= terms.price]
+        return [node for score, node in best if not node.names and score >= terms.min_path_score]
 
 
 def _score(node: Node) -> float:

@@ -15,9 +15,9 @@ class TreeTerms(NamedTuple):
 
     plan: Plan
     limit: int = 2**31  # nodes expanded in one pass at most
-    price: float = 0.0  # path score below which a node is not worth verifying
+    min_path_score: float = 0.0  # path score below which a node is not worth verifying
     ahead: bool = False  # whether to draft also for the step after the running one
-    level_price: float = 0.0  # tokens that the time of one more level costs; 0: no step waits for it
+    level_cost_tokens: float = 0.0  # tokens that the time of one more level costs; 0: no step waits for it
     rates: tuple[float, ...] = ()  # [plan.width] measured acceptance rates by rank, never rising
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.construction.self_repetition import Hint, RepeatFit
 from outrider.core.sampling.filters import FloatRow, best_of
 from outrider.core.session.contract import Plan
-from outrider.core.stats import Ema
+from outrider.core.stats import RECENT, Ema
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.static_trees import RankRates
@@ -24,7 +24,6 @@ RANKS = 16  # ranks among a row's candidates whose acceptance is measured
 SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
 LOWEST_SCORE = 0.003  # a path score below this is never worth a node
 RESEND_THRESHOLD = 0.25  # rise of the logarithm of a sent node's edge score from which the node is sent again
-MEMORY = 0.98  # weight of the past at each observation
 EMA_WEIGHT = 0.02  # weight of one row in the average child probabilities
 
 
@@ -81,11 +80,11 @@ class DrafterFits:
         known = dict(zip(row.tokens.tolist(), relative.tolist(), strict=True))
         return [edge_from_code(edge_code(known.get(token, -math.inf) - normalizer)) for token in tokens]
 
-    def gain(self, scores: Iterable[float], width: int, price: float) -> float:
-        """Return the tokens that expanding nodes with these path scores is expected to add, less the price of verifying
-        their children."""
+    def gain(self, scores: Iterable[float], width: int, min_path_score: float) -> float:
+        """Return the tokens that expanding nodes with these path scores is expected to add, less `min_path_score`, the
+        tokens that verifying a child costs, for each of their children."""
         means = [child.mean for child in self._child_means[:width]] or [1.0]
-        return sum(max(0.0, score * chance - price) for score in scores for chance in means)
+        return sum(max(0.0, score * chance - min_path_score) for score in scores for chance in means)
 
     def kept(self, width: int) -> float:
         """Return what share of a level's expected gain the next level has, on average: that of the best `width`
@@ -134,7 +133,7 @@ class ScaleFit:
             return
         relative = (row.scores - row.scores[0])[None, :] / np.array(SCALES)[:, None]
         chance = relative[:, hit[0]] - np.log(np.exp(relative).sum(axis=1))
-        self._likelihood = MEMORY * self._likelihood + chance
+        self._likelihood = RECENT * self._likelihood + chance
         self.scale = SCALES[int(self._likelihood.argmax())]
 
     def relative(self, row: Candidates) -> FloatRow:
@@ -143,16 +142,16 @@ class ScaleFit:
         return scores
 
 
-def floor_score(price: float, *, ahead: bool = False) -> float:
-    """Return the path score below which a node is not worth drafting: the price.
+def floor_score(min_path_score: float, *, ahead: bool = False) -> float:
+    """Return the path score below which a node is not worth drafting: `min_path_score`.
 
-    With `ahead`, nodes are also drafted for the step after the running one. Such a node must be worth the price below a
-    node that is itself worth the price, hence the price squared.
+    With `ahead`, nodes are also drafted for the step after the running one. Such a node must be worth verifying below a
+    node that is itself worth verifying, hence the square.
     """
-    return max(price * price if ahead else price, LOWEST_SCORE)
+    return max(min_path_score * min_path_score if ahead else min_path_score, LOWEST_SCORE)
 
 
-def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bool = False) -> list[Node]:
+def frontier(tree: TokenTree, plan: Plan, min_path_score: float, limit: int, *, ahead: bool = False) -> list[Node]:
     """Return the nodes to expand next: the root if it is not expanded, and the best unexpanded nodes worth drafting.
 
     The nodes stand best first by path score (OPT-Tree, arXiv 2406.17276), hence parents before children; there are at
@@ -161,7 +160,7 @@ def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bo
     if plan.depth == 0:
         return []
     first = [] if tree.root.expanded else [tree.root]
-    floor = floor_score(price, ahead=ahead)
+    floor = floor_score(min_path_score, ahead=ahead)
     worth = takewhile(lambda found: found[0] >= floor, tree.best_first(depth=plan.depth - 1, width=plan.width))
     held = worth if ahead else islice(worth, plan.nodes)
     return first + list(islice((node for _, node in held if not node.expanded), max(0, limit - len(first))))

@@ -17,7 +17,6 @@ from outrider.core.stats import FadingRatio
 SHORTEST = 2  # tokens that must match
 LONGEST = 16  # tokens; longer matches are treated as this long
 REMEMBERED = 8  # latest positions of each pair of tokens that are compared
-MEMORY = 0.98  # weight of the past at each observation
 RATE = 1.0  # learning rate of the bonus
 PRIOR = 2.0  # observations that the initial probabilities count as
 
@@ -99,9 +98,7 @@ class RepeatFit:
     """The probability that a repetition is right, by the length of the match, learned from the target's tokens."""
 
     def __init__(self) -> None:
-        self._rates = [
-            FadingRatio(MEMORY, hits=PRIOR * length / (length + 2), attempts=PRIOR) for length in range(LONGEST + 1)
-        ]
+        self._rates = [FadingRatio(hits=PRIOR * length / (length + 2), attempts=PRIOR) for length in range(LONGEST + 1)]
         self._bonus = np.zeros(2)  # a constant for any match, and a factor for its length
 
     def chance(self, length: int) -> float:

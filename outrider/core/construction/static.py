@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from outrider.core.construction.construction import Construction, TreeTerms
 from outrider.core.session.contract import Plan
 from outrider.core.tree.node import Node
-from outrider.core.tree.static_trees import Shape, best_shape, chain_shape, k_ary_shape, priced_shape
+from outrider.core.tree.static_trees import Shape, best_shape, chain_shape, k_ary_shape, shape_by_objective
 from outrider.core.tree.token_tree import TokenTree
 
 
@@ -83,15 +83,16 @@ class Sequoia(StaticConstruction):
     name = "sequoia"
 
     def shape(self, terms: TreeTerms) -> Shape:
-        """Return the best shape for the plan; where a level has a price, the depth is chosen with that price."""
+        """Return the best shape for the plan; where a level costs time, the depth is chosen with that cost."""
         plan, rates = terms.plan, terms.rates[: terms.plan.width]
-        if not terms.level_price:
-            return best_shape(rates, nodes=plan.nodes, depth=plan.depth, min_product=terms.price, expanded=terms.limit)
-        return priced_shape(
+        if not terms.level_cost_tokens:
+            least, limit = terms.min_path_score, terms.limit
+            return best_shape(rates, nodes=plan.nodes, depth=plan.depth, min_product=least, expanded=limit)
+        return shape_by_objective(
             rates,
-            lambda expected, nodes, levels: expected - levels * terms.level_price,
+            lambda expected, nodes, levels: expected - levels * terms.level_cost_tokens,
             nodes=plan.nodes,
             depth=plan.depth,
-            min_product=terms.price,
+            min_product=terms.min_path_score,
             expanded=terms.limit,
         )

@@ -1,13 +1,13 @@
-"""On which terms the drafters of a session draft: when, in relation to the target's passes, and at which price."""
+"""The terms for the drafters of a session: when they draft beside the target's passes, and down to which path score."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outrider.core.control.arms.overlap import OverlapMode
-from outrider.core.session.contract import Overlap, Plan, SentTerms
+from outrider.core.control.arms.arm import OverlapMode
+from outrider.core.session.contract import Plan, PlanOverlap, SentTerms
 
-RESTING_PRICE = 1.0  # no node is better than certain
+RESTING_SCORE = 1.0  # no node is better than certain
 
 
 class DraftingTerms:
@@ -17,31 +17,31 @@ class DraftingTerms:
         """`drawn`: the session's trees are drawn from q, and no draw survives a commit."""
         self.plan = plan
         self.overlap_mode = OverlapMode.TURNS
-        self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
+        self.verified_min_path_score = 0.0  # path score below which a node was not worth verifying in the last step
         self.committed_at = 0.0  # when the last commit went out, of the monotonic clock; 0: none has
         self._drawn = drawn
-        self.held_price = 0.0  # tokens that a second of holding a step is worth, for this session's part
+        self.hold_tokens_per_s = 0.0  # tokens that a second of holding a step is worth, for this session's part
 
     def estimates(self) -> dict[str, Any]:
         """Return the terms and what they follow from."""
         return {
             "depth": self.plan.depth,
             "overlap_mode": self.overlap_mode.value,
-            "verified_price": self.verified_price,
-            "held_price_tokens_per_s": self.held_price,
+            "verified_min_path_score": self.verified_min_path_score,
+            "hold_tokens_per_s": self.hold_tokens_per_s,
         }
 
     def set_overlap_mode(self, mode: OverlapMode) -> None:
         """Set the overlap mode of the session's drafters, as far as the plan allows it."""
-        if self.plan.overlap is Overlap.ALWAYS:
+        if self.plan.overlap is PlanOverlap.ALWAYS:
             mode = OverlapMode.AHEAD
-        useless = self.plan.overlap is Overlap.NEVER or self._drawn
+        useless = self.plan.overlap is PlanOverlap.NEVER or self._drawn
         self.overlap_mode = OverlapMode.TURNS if self.rounds or (mode is OverlapMode.AHEAD and useless) else mode
 
     @property
     def rounds(self) -> bool:
         """Whether each step waits for all nodes that the plan allows, and verifies all of them."""
-        return self.plan.overlap is Overlap.ROUNDS
+        return self.plan.overlap is PlanOverlap.ROUNDS
 
     @property
     def takes_full_tree(self) -> bool:
@@ -59,21 +59,21 @@ class DraftingTerms:
         return self.overlap_mode is OverlapMode.REST
 
     @property
-    def price(self) -> float:
+    def min_path_score(self) -> float:
         """Path score below which drafters need not draft.
 
         No node is worth drafting while drafters rest. Nor is one before their first turn, until this verifier has read
         the prompt: drafting would only delay the first token.
         """
         before = self.overlap_mode is OverlapMode.TURNS and not self.committed_at
-        return RESTING_PRICE if self.resting or before else 0.0 if self.rounds else self.verified_price
+        return RESTING_SCORE if self.resting or before else 0.0 if self.rounds else self.verified_min_path_score
 
     @property
-    def time_price(self) -> float:
+    def time_cost_tokens_per_s(self) -> float:
         """Tokens that a second is worth while the step is held back for drafters; 0 when no step waits for them."""
-        return 0.0 if self.ahead or self.rounds else self.held_price
+        return 0.0 if self.ahead or self.rounds else self.hold_tokens_per_s
 
     @property
     def sent(self) -> SentTerms:
         """The terms that go out with commits."""
-        return SentTerms(self.price, self.time_price, self.ahead)
+        return SentTerms(self.min_path_score, self.time_cost_tokens_per_s, self.ahead)

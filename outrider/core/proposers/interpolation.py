@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from outrider.core.proposers.ngram_tree import Branch
-from outrider.core.stats import FadingRatio
+from outrider.core.stats import LONG, FadingRatio
 
 LONGEST = 16  # tokens; longer matches are treated as this long
 OFTEN = 16  # positions; more matching positions are treated as this many
 DOUBT = 4.0  # length in tokens at which a match at a single position has the initial weight 1/2
 PRIOR = 4.0  # observations that the initial weight counts as
-MEMORY = 0.99  # weight of the past at each observation
 UNSEEN = 1 / 4096  # probability of a token that never followed
 
 
@@ -75,7 +74,7 @@ class Interpolation:
     def _credit(self, kind: tuple[int, int, bool]) -> FadingRatio:
         length, count, _ = kind
         known = self._credits.get(kind)
-        return known or FadingRatio(MEMORY, hits=PRIOR * count / (count + DOUBT / length), attempts=PRIOR)
+        return known or FadingRatio(LONG, hits=PRIOR * count / (count + DOUBT / length), attempts=PRIOR)
 
 
 class MatchTrie:

@@ -15,7 +15,6 @@ from outrider.core.stats import FadingRatio
 FIRST_TOKENS = 1024  # first tokens of n-grams that the pool keeps, the latest ones
 OF_EACH = 8  # n-grams with the same first token that the pool keeps, the latest ones
 
-MEMORY = 0.98  # weight of the past at each observation
 PRIOR = 4.0  # observations that the initial probabilities count as
 INITIAL_CHANCES = (0.4, 0.15, 0.08)  # initial probability of a proposed token by its rank
 
@@ -64,7 +63,7 @@ class GramKind(NamedTuple):
     rank: int  # 0: from the latest n-gram that proposes a token here; at most len(INITIAL_CHANCES) - 1
 
 
-NOTHING_SEEN = FadingRatio(MEMORY)
+NOTHING_SEEN = FadingRatio()
 
 
 class GramFit:
@@ -81,7 +80,7 @@ class GramFit:
     def observe(self, kind: GramKind, hit: bool) -> None:
         """Record whether a token of this class was the target's."""
         if kind not in self._rates:
-            self._rates[kind] = FadingRatio(MEMORY)
+            self._rates[kind] = FadingRatio()
         self._rates[kind].observe(hit)
 
 

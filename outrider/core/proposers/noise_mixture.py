@@ -18,24 +18,32 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.construction.expansion import Candidates, ScaleFit, candidates
 from outrider.core.sampling.filters import FloatRow
-from outrider.core.stats import FadingRatio
+from outrider.core.stats import LONG, FadingRatio
 
-MAX_TOTAL = 0.995  # largest sum of the probabilities of all found tokens
-PRIOR = 8.0  # observations that the initial weight of 1/2 counts as
-MEMORY = 0.995  # weight of the past at each observation
 MIN_CHANCE = 1e-9  # lower bound of a probability before its logarithm is taken
-SURE = 0.6  # probability of a found token from which the noise is not used
-BOUNDS = (0.3, SURE)  # bounds of the classes of positions, by the largest probability found
-MIN_SHARE = 0.1  # noise share below which the noise is tried only seldom
-TRIAL_INTERVAL = 16  # positions, one of which is then tried
 
 Found = Mapping[int, float]  # tokens and their probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseTuning:
+    """Where the noise is used."""
+
+    bounds: tuple[float, float] = (0.3, 0.6)  # of the classes of positions, by the largest probability found
+    max_total: float = 0.995  # largest sum of the probabilities of all found tokens
+    prior: float = 8.0  # observations that the initial weight of 1/2 counts as
+    min_share: float = 0.1  # noise share below which the noise is tried only seldom
+    trial_interval: int = 16  # positions, one of which is then tried
+
+
+NOISE = NoiseTuning()
 
 
 class BackgroundDistribution:
@@ -64,9 +72,9 @@ class BackgroundDistribution:
         session's tokens. `noise` returns g of some tokens. The session must not be empty."""
         places = {self._place(token): chance for token, chance in found.items()}
         total, known = sum(found.values()), len(self._places)
-        q = self._counts[:known] * ((1.0 - min(total, MAX_TOTAL)) / self._total)
+        q = self._counts[:known] * ((1.0 - min(total, NOISE.max_total)) / self._total)
         for place, chance in places.items():
-            q[place] += chance * min(1.0, MAX_TOTAL / total) if total else 0.0
+            q[place] += chance * min(1.0, NOISE.max_total / total) if total else 0.0
         tokens = self._tokens[:known]
         row = candidates(np.log(np.maximum(q, MIN_CHANCE)) + noise(tokens))
         return Candidates(tokens[row.tokens], row.scores)
@@ -85,29 +93,29 @@ class NoiseMixtureFit:
     """The mixture's weight, by how certain the source is, and the scale of the noise; for one class of contracts.
 
     The weight is the noise's average share of the probability of the target's token. Where the weight is below
-    `MIN_SHARE`, the noise is used only at one of `TRIAL_INTERVAL` positions.
+    `NOISE.min_share`, the noise is used only at one of `NOISE.trial_interval` positions. These are no trials of
+    `outrider.core.control.trials`: the cost of a position is fixed, so a share of the positions bounds it.
     """
 
     def __init__(self) -> None:
         self._scale = ScaleFit(1.1)
-        self._shares = [FadingRatio(MEMORY, hits=PRIOR / 2, attempts=PRIOR) for _ in BOUNDS]  # by class of positions
-        self._known = FadingRatio(
-            MEMORY, hits=PRIOR, attempts=PRIOR
-        )  # positions whose token was among the leading ones
+        prior = NOISE.prior
+        self._shares = [FadingRatio(LONG, hits=prior / 2, attempts=prior) for _ in NOISE.bounds]  # by class
+        self._known = FadingRatio(LONG, hits=prior, attempts=prior)  # positions whose token was a leading one
         self._passed = 0  # positions since the last trial where the noise was not used
 
     def share(self, found: Found) -> float:
         """Return the noise's weight in the mixture, 0 to 1."""
         kind = _kind(found)
-        return self._shares[kind].ratio if kind < len(BOUNDS) else 0.0
+        return self._shares[kind].ratio if kind < len(NOISE.bounds) else 0.0
 
     def wanted(self, found: Found) -> bool:
         """Return whether to use the noise at this position. Call once for each position."""
-        if _kind(found) == len(BOUNDS):
+        if _kind(found) == len(NOISE.bounds):
             return False
-        if self.share(found) >= MIN_SHARE:
+        if self.share(found) >= NOISE.min_share:
             return True
-        self._passed = (self._passed + 1) % TRIAL_INTERVAL
+        self._passed = (self._passed + 1) % NOISE.trial_interval
         return self._passed == 0
 
     def mixed(self, found: Found, row: Candidates, width: int) -> dict[int, float]:
@@ -142,4 +150,4 @@ class NoiseMixtureFit:
 
 def _kind(found: Found) -> int:
     """Return the class of a position: where a source is certain, the target is mostly certain, too."""
-    return bisect_right(BOUNDS, max(found.values(), default=0.0))
+    return bisect_right(NOISE.bounds, max(found.values(), default=0.0))

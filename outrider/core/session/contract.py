@@ -237,7 +237,7 @@ class Contract:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-class Overlap(IntEnum):
+class PlanOverlap(IntEnum):
     """Whether drafters draft while a step runs."""
 
     MEASURED = 0  # where that was measured to be faster
@@ -255,14 +255,14 @@ class Plan:
     width: int = 4  # children of one node
     nodes: int = 32  # nodes of the session in one verifier step
     wait_us: int = 500_000  # longest hold of a step, in microseconds
-    overlap: Overlap = Overlap.MEASURED
+    overlap: PlanOverlap = PlanOverlap.MEASURED
 
     def __post_init__(self) -> None:
         limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000), ("overlap", 3))
         for field, largest in limits:
             if not 0 <= getattr(self, field) <= largest:
                 raise InvalidRequest(f"plan.{field}", f"is {getattr(self, field)}, must be 0 to {largest}")
-        object.__setattr__(self, "overlap", Overlap(self.overlap))  # the wire gives a number
+        object.__setattr__(self, "overlap", PlanOverlap(self.overlap))  # the wire gives a number
 
 
 OFF = Plan(depth=0, nodes=0, wait_us=0)
@@ -271,8 +271,8 @@ OFF = Plan(depth=0, nodes=0, wait_us=0)
 class SentTerms(NamedTuple):
     """What drafting is worth, as an upstream sends it to its drafters with each commit."""
 
-    price: float = 0.0  # path score below which drafters need not draft; at 1 they rest
-    time_price: float = 0.0  # tokens that a second is worth while a step waits for drafters; 0: no step waits for them
+    min_path_score: float = 0.0  # path score below which drafters need not draft; at 1 they rest
+    time_cost_tokens_per_s: float = 0.0  # what a second is worth while a step waits for drafters; 0: no step waits
     ahead: bool = False  # whether drafters go on below nodes that may be in verification
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.core.control.drafters.attribution import DrafterCredit
+from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.session.contract import Contract, Plan, StepReport
 
 
@@ -38,7 +38,7 @@ class ReceivedCommit:
     logprobs: bytes  # as in outrider.core.sampling.logprobs; empty unless the contract asks for them
     digest: int  # over the session with these tokens
     report: StepReport
-    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, where there are several
+    contributions: tuple[DrafterContribution, ...] = ()  # one for each drafter, where there are several
 
 
 @dataclass(frozen=True, slots=True)

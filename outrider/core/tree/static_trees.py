@@ -9,7 +9,6 @@ from outrider.core.stats import FadingRatio
 
 Shape = tuple["Shape", ...]  # the shapes below a node's children, in the order in which the children are drawn
 
-MEMORY = 0.98  # weight of the past at each observation
 FIRST_RATES = (0.7, 0.15, 0.06, 0.03)  # acceptance rates by rank before the first observation
 MIN_RATE = 1e-6  # lower bound of a rate
 PRIOR = 8.0  # observations that FIRST_RATES count as
@@ -40,7 +39,7 @@ class RankRates:
         last = len(FIRST_RATES) - 1
         for rank in range(len(self._rates), ranks):
             hits = PRIOR * FIRST_RATES[min(rank, last)] * 0.5 ** max(0, rank - last)
-            self._rates.append(FadingRatio(MEMORY, hits=hits, attempts=PRIOR))
+            self._rates.append(FadingRatio(hits=hits, attempts=PRIOR))
 
 
 def best_shape(
@@ -115,7 +114,7 @@ def depth_of(shape: Shape) -> int:
     return max((1 + depth_of(below) for below in shape), default=0)
 
 
-def priced_shape(
+def shape_by_objective(
     rates: Sequence[float],
     objective: Callable[[float, int, int], float],
     *,

@@ -19,8 +19,8 @@ from outrider.core.construction.expansion import (
     propose,
 )
 from outrider.core.construction.self_repetition import Hint
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel, choose_budget
-from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals, HoldTrials, hold_seconds, pays
+from outrider.core.control.cost.budget import COST, CostModel, choose_budget
+from outrider.core.control.holds.arrival_model import HOLDS, ArrivalPatterns, Arrivals, hold_seconds, pays
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Plan
 from outrider.core.tree.token_tree import TokenTree
@@ -73,14 +73,14 @@ def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
     assert np.mean(predicted) == pytest.approx(np.mean(hits), abs=0.04)
 
 
-def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -> TokenTree:
+def grown(plan: Plan, levels: int, min_path_score: float = 0.0, *, ahead: bool = False) -> TokenTree:
     generator = np.random.default_rng(7)
     tree, fit = TokenTree([1]), DrafterFits()
     for _ in range(levels):
-        for node in frontier(tree, plan, price, 4, ahead=ahead):
+        for node in frontier(tree, plan, min_path_score, 4, ahead=ahead):
             logits = generator.normal(0, 2, 60).astype(np.float32)
             row = candidates(logits + gumbel_row(3, 0, node.position + 1, 60))
-            propose(tree, node, fit.edges(row, plan.width, None), floor_score(price, ahead=ahead))
+            propose(tree, node, fit.edges(row, plan.width, None), floor_score(min_path_score, ahead=ahead))
     return tree
 
 
@@ -90,7 +90,7 @@ def test_growth_obeys_depth_width_and_min_path_score() -> None:
     nodes = [node for _, node in tree.best_first(depth=100, width=100)]
     assert max(tree.depth(node) for node in nodes) == 3
     assert max(len(node.children) for node in [tree.root, *nodes]) == 2
-    dear = grown(plan, 12, price=0.2)
+    dear = grown(plan, 12, min_path_score=0.2)
     assert 0 < dear.size < tree.size
     assert min(score for score, _ in dear.best_first(depth=9, width=9)) >= 0.2 * 0.9
     assert frontier(TokenTree([1]), Plan(depth=0), 0.0, 4) == []
@@ -115,10 +115,10 @@ def test_the_node_budget_maximizes_goodput(scores: list[float], sessions: int, c
     budget = choose_budget(ranked, sessions, sessions, cost)
 
     def goodput(count: int) -> float:
-        return (sessions + sum(ranked[:count])) / (cost.seconds(sessions + count) + OVERHEAD_S)
+        return (sessions + sum(ranked[:count])) / (cost.seconds(sessions + count) + COST.overhead_s)
 
     assert goodput(budget.nodes) >= max(goodput(count) for count in range(len(ranked) + 1)) * (1 - 1e-9)
-    assert 0.0 <= budget.price <= 1.0
+    assert 0.0 <= budget.min_path_score <= 1.0
 
 
 def test_the_cost_never_falls_with_more_tokens_and_follows_measured_steps() -> None:
@@ -135,7 +135,7 @@ def test_the_cost_never_falls_with_more_tokens_and_follows_measured_steps() -> N
 
 def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     """Teaches Arrivals a fixed pattern, then returns how long it waits in all when the pattern holds."""
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     now = 0.0
     for _ in range(60):
         now += 1.0
@@ -179,7 +179,7 @@ def test_the_wait_maximizes_the_rate_of_tokens(pattern: list[tuple[float, float]
 
 
 def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     for now in range(10):
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
@@ -195,8 +195,8 @@ def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None
 
 
 def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
-    for now in range(1, HoldTrials.FIRST + 1):
+    arrivals = Arrivals(ArrivalPatterns())
+    for now in range(1, HOLDS.retry_steps[0] + 1):
         arrivals.restart(float(now), 1.0)
         assert hold_seconds([arrivals], float(now), 0.02, 1.0 / 0.02) == pytest.approx(0.02)
         arrivals.arrived(now + 0.5, 3.0, passing=True)
@@ -204,7 +204,7 @@ def test_a_drafter_whose_deltas_arrive_during_passes_gets_its_trial() -> None:
 
 
 def test_the_first_delta_of_a_subscription_does_not_count_for_later_delays() -> None:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     arrivals.restart(0.0, 1.0)
     arrivals.start()
     arrivals.arrived(5.0, 2.0, passing=False)  # it had a long prompt to read
@@ -219,9 +219,9 @@ def test_a_levels_gain_is_the_score_that_usual_children_add_above_the_threshold(
     row = candidates(np.array([3.0, 2.0, 0.0, -9.0]))
     for _ in range(400):
         usual = [math.exp(edge) for _, edge in fits.edges(row, 3, None)]
-    scores, price = [1.0, 0.3], 0.05
-    expected = sum(max(0.0, score * chance - price) for score in scores for chance in usual[:2])
-    assert fits.gain(scores, 2, price) == pytest.approx(expected, rel=1e-6)
+    scores, min_path_score = [1.0, 0.3], 0.05
+    expected = sum(max(0.0, score * chance - min_path_score) for score in scores for chance in usual[:2])
+    assert fits.gain(scores, 2, min_path_score) == pytest.approx(expected, rel=1e-6)
     assert fits.gain(scores, 2, 1.0) == 0.0
 
 
@@ -229,7 +229,7 @@ def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
     """A wait that pays for a session alone does not pay when others stand by, and pays again when they gain as well."""
 
     def taught(gain: float) -> Arrivals:
-        arrivals = Arrivals(ArrivalPatterns.unknown())
+        arrivals = Arrivals(ArrivalPatterns())
         for now in range(50):
             arrivals.restart(float(now), 1.0)
             arrivals.arrived(now + 0.01, 1.0 + gain, passing=False)
@@ -243,7 +243,7 @@ def test_a_wait_must_pay_for_all_sessions_of_the_step() -> None:
 
 
 def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
-    patterns = ArrivalPatterns.unknown()
+    patterns = ArrivalPatterns()
     arrivals = Arrivals(patterns)
     arrivals.arrived(0.0, 1.0, passing=False)
     for deltas in [4] * 20 + [1] * 20:
@@ -252,8 +252,9 @@ def test_deltas_that_stop_arriving_are_no_longer_waited_for() -> None:
             arrivals.arrived(0.01 * (delta + 1), 2.0 + delta, passing=False)
         arrivals.wait(trial=False)
         arrivals.restart(0.1, 1.0)
-    assert patterns.fresh.gains[0] == pytest.approx(1.0)
-    assert all(gain < 0.1 for gain in patterns.fresh.gains[1:])
+    first, *others = (delta["gain_tokens"] for delta in patterns.fresh.estimates())
+    assert first == pytest.approx(1.0)
+    assert all(gain < 0.1 for gain in others)
 
 
 def test_a_chunk_of_a_prompt_is_worth_the_tokens_that_could_be_decoded_meanwhile() -> None:
@@ -264,5 +265,5 @@ def test_a_chunk_of_a_prompt_is_worth_the_tokens_that_could_be_decoded_meanwhile
     scores = [0.95, 0.6, 0.5, 0.4]
     blind, aware = (choose_budget(scores, 4 + 124, 4.0 + worth, cost) for worth in (0.0, cost.in_tokens(4, 124)))
     assert (blind.nodes, aware.nodes) == (4, 3)  # a row takes the time of half a token
-    assert blind.price < 0.1
-    assert aware.price == pytest.approx(0.5, rel=0.01)
+    assert blind.min_path_score < 0.1
+    assert aware.min_path_score == pytest.approx(0.5, rel=0.01)

@@ -14,7 +14,7 @@ from outrider.core.tree.static_trees import (
     depth_of,
     expected_tokens,
     k_ary_shape,
-    priced_shape,
+    shape_by_objective,
     size_of,
 )
 from tests.core.acceptance.enumeration import shapes
@@ -74,12 +74,12 @@ def levels_of(shape: Shape, depth: int = 1) -> list[int]:
 
 
 @given(falling, st.floats(0.0, 1.0))
-def test_a_cost_per_level_makes_the_best_shape_shallower(rates: list[float], price: float) -> None:
-    terms = TreeTerms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_price=price)
+def test_a_cost_per_level_makes_the_best_shape_shallower(rates: list[float], cost_tokens: float) -> None:
+    terms = TreeTerms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_cost_tokens=cost_tokens)
     shape = Sequoia().shape(terms)
-    worth = expected_tokens(shape, rates) - price * depth_of(shape)
+    worth = expected_tokens(shape, rates) - cost_tokens * depth_of(shape)
     for depth in range(6):
-        assert worth >= by_dynamic_programme(rates, 9, depth) - price * depth - 1e-6
+        assert worth >= by_dynamic_programme(rates, 9, depth) - cost_tokens * depth - 1e-6
     assert depth_of(shape) <= depth_of(best_shape(rates, nodes=9, depth=5))
 
 
@@ -94,7 +94,7 @@ def test_the_chosen_shape_has_the_most_tokens_per_second_of_all(level_s: float) 
                 return (1.0 + expected_tokens(shape, rates)) / seconds
 
             candidates = [
-                priced_shape(
+                shape_by_objective(
                     rates,
                     lambda expected, size, levels, s=step: (1.0 + expected) / (levels * level_s + 0.02 + s * size),
                     nodes=nodes,
@@ -106,4 +106,4 @@ def test_the_chosen_shape_has_the_most_tokens_per_second_of_all(level_s: float) 
 
 
 def test_the_shallowest_of_equally_good_depths_is_chosen() -> None:
-    assert priced_shape([0.5], lambda *_: 0.0, nodes=4, depth=4) == ()
+    assert shape_by_objective([0.5], lambda *_: 0.0, nodes=4, depth=4) == ()

@@ -5,20 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from outrider.core.control.cost.calibration import MEMORY, MIN_FACTOR, PRIOR, Calibration
+from outrider.core.control.cost.calibration import CALIBRATION, Calibration
+from outrider.core.stats import LONG
 
-SEEN = 1 / (1 - MEMORY)  # observations that count, of one class that was seen for long
-SQUARES = 1 / (1 - MEMORY**2)  # the sum of their weights' squares
+SEEN = 1 / (1 - LONG)  # observations that count, of one class that was seen for long
+SQUARES = 1 / (1 - LONG**2)  # the sum of their weights' squares
 
 
 def expected(claim: float, chance: float) -> float:
     """The correction where nodes are right with this chance, in the mean."""
-    return claim + math.log((SEEN * chance + PRIOR) / (SEEN * math.exp(claim) + PRIOR))
+    return claim + math.log((SEEN * chance + CALIBRATION.prior) / (SEEN * math.exp(claim) + CALIBRATION.prior))
 
 
 def deviation(chance: float) -> float:
     """Of the correction, in nats, to first order: hits are a weighted sum of draws."""
-    return math.sqrt(SQUARES * chance * (1 - chance)) / (SEEN * chance + PRIOR)
+    return math.sqrt(SQUARES * chance * (1 - chance)) / (SEEN * chance + CALIBRATION.prior)
 
 
 def test_an_unobserved_drafter_is_not_corrected() -> None:
@@ -55,4 +56,4 @@ def test_a_score_that_never_comes_true_keeps_a_minimum_factor() -> None:
     calibration = Calibration()
     for _ in range(5000):
         calibration.observe(-0.05, False)
-    assert calibration.corrected(-0.05) >= -0.05 + math.log(MIN_FACTOR)
+    assert calibration.corrected(-0.05) >= -0.05 + math.log(CALIBRATION.prior / (CALIBRATION.prior + SEEN))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
+from outrider.core.control.cost.budget import COST, CostModel
 
 SWEEP = [(1, 0.010), (8, 0.011), (64, 0.067)]  # a millisecond for each row above eight
 
@@ -56,7 +56,7 @@ def test_larger_passes_are_learned_without_changing_other_sizes() -> None:
 
 def test_the_time_outside_the_pass_is_fitted_by_sessions() -> None:
     cost = CostModel(SWEEP)
-    assert cost.overhead(1) == cost.overhead(32) == pytest.approx(OVERHEAD_S)
+    assert cost.overhead(1) == cost.overhead(32) == pytest.approx(COST.overhead_s)
     for step in range(2000):
         sessions = (1, 8, 32)[step % 3]
         cost.observe_overhead(sessions, 0.0004 + 0.0001 * sessions)
@@ -67,7 +67,7 @@ def test_the_time_outside_the_pass_is_fitted_by_sessions() -> None:
 def test_a_stall_outside_the_pass_counts_as_twice_the_expected_overhead() -> None:
     cost = CostModel(SWEEP)
     cost.observe_overhead(1, 60.0)
-    assert cost.overhead(1) < 2 * OVERHEAD_S
+    assert cost.overhead(1) < 2 * COST.overhead_s
 
 
 def test_steps_of_one_size_show_its_level_and_no_slope() -> None:

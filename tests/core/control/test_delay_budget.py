@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.arms.delay_budget import CAPACITY_S, REFILL, DelayBudget, Recovery
+from outrider.core.control.arms.delay_budget import DELAY, DelayBudget, DelayTuning, Recovery
 
 STEP_S = 0.1
 times = st.floats(0.001, STEP_S)
@@ -26,7 +26,7 @@ def test_no_window_loses_more_than_the_budget_and_one_step(steps: list[tuple[flo
             passed, lost = passed + seconds, lost + delay
             if passed > span:
                 break
-            assert lost <= CAPACITY_S + REFILL * passed + STEP_S + 1e-9
+            assert lost <= DELAY.capacity_s + DELAY.refill * passed + STEP_S + 1e-9
 
 
 @given(st.lists(times, min_size=1, max_size=50))
@@ -34,11 +34,11 @@ def test_a_gain_is_worth_nothing_later(gains: list[float]) -> None:
     budget = DelayBudget()
     for seconds in gains:
         budget.spend(seconds, -seconds)
-    assert budget.level_s == CAPACITY_S
+    assert budget.left_s == DELAY.capacity_s
 
 
 def test_an_empty_budget_recovers_with_time() -> None:
-    budget, recovery = DelayBudget(capacity_s=0.1, refill=0.01), Recovery()
+    budget, recovery = DelayBudget(DelayTuning(capacity_s=0.1, refill=0.01)), Recovery()
     budget.spend(1.0, 0.11)
     assert (budget.empty, recovery.recovered(budget)) == (True, False)
     budget.spend(2.0, 0.0)
@@ -51,13 +51,13 @@ def test_a_budget_that_empties_again_before_it_was_full_must_recover_twice_as_fa
     budget, recovery, of_another_load = DelayBudget(), Recovery(), Recovery()
 
     def recovers_at(level: float) -> bool:
-        budget.spend(0.0, budget.level_s - level)
+        budget.spend(0.0, budget.left_s - level)
         return recovery.recovered(budget)
 
     for share in (0.3, 0.6, 1.0, 1.0):
         assert not recovers_at(-0.001)
-        assert not recovers_at(0.99 * share * CAPACITY_S)
+        assert not recovers_at(0.99 * share * DELAY.capacity_s)
         assert of_another_load.recovered(budget) is (share > 0.3)
-    assert recovers_at(CAPACITY_S)
+    assert recovers_at(DELAY.capacity_s)
     assert not recovers_at(-0.001)
-    assert recovers_at(0.31 * CAPACITY_S)
+    assert recovers_at(0.31 * DELAY.capacity_s)

@@ -15,7 +15,7 @@ from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.cost.plain_pace import PlainPace
 from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
 from outrider.core.control.depth.policies import POLICIES
-from outrider.core.control.drafters.attribution import CreditTracker, DrafterCredit
+from outrider.core.control.drafters.contributions import ContributionTracker, DrafterContribution
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
@@ -40,7 +40,7 @@ COUNTS = {
 SHARES = {
     "claimed",
     "factor",
-    "verified_price",
+    "verified_min_path_score",
     "ratio",
     "low",
     "high",
@@ -96,10 +96,10 @@ def observed() -> dict[str, Any]:
     both = frozenset({0, 1})
     for _ in range(9):
         tiers.observe(both, True, tiers.wanted(both, True), 100, 1.0)
-    credit = CreditTracker()
-    credit.observe((DrafterCredit("a", 4, 2, 2), DrafterCredit("b", 4, 1, 0)))
+    contributions = ContributionTracker()
+    contributions.observe((DrafterContribution("a", 4, 2, 2), DrafterContribution("b", 4, 1, 0)))
     terms = DraftingTerms(CEILINGS, drawn=False)
-    terms.held_price = 6.0
+    terms.hold_tokens_per_s = 6.0
     gate = TrialGate()
     gate.observe(0.5, 0.1)
     calibration = Calibration()
@@ -136,8 +136,8 @@ def test_the_estimates_shown_are_those_that_decide() -> None:
     assert (load["sessions"], load["kind"], load["usual"]) == (1, "greedy", "turns")
     (tiers,) = made["tiers"].estimates()
     assert (tiers["present"], set(tiers["arms"])) == ([0, 1], {"0", "1", "0+1"})
-    assert made["credit"].estimates() == {"a": 2.0, "b": 0.0}
-    assert made["terms"].estimates()["held_price_tokens_per_s"] == 6.0
+    assert made["contributions"].estimates() == {"a": 2.0, "b": 0.0}
+    assert made["terms"].estimates()["hold_tokens_per_s"] == 6.0
     assert made["gate"].estimates()["gain_tokens"] == 0.5
     first, *others = made["calibration"].estimates()
     assert first["factor"] < 0.1
@@ -151,9 +151,9 @@ def test_every_policy_shows_its_depth(name: str) -> None:
 
 
 def test_arrival_patterns_begin_empty() -> None:
-    assert ArrivalPatterns.unknown().estimates() == {
+    assert ArrivalPatterns().estimates() == {
         "fresh": [],
         "kept": [],
         "starting": [],
-        "trial_after_steps": 2,
+        "trial_in_steps": 2,
     }

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.depth.acceptance_stats import Acceptance, AcceptanceCounts
-from outrider.core.control.depth.goodput import DWELL_S, AcceptancePriors, Goodput
-from outrider.core.control.depth.goodput_model import GoodputInputs, best_depth, speed
+from outrider.core.control.depth.acceptance_stats import GOODPUT, Acceptance, AcceptanceCounts
+from outrider.core.control.depth.goodput import AcceptancePriors, Goodput, GoodputInputs, best_depth, speed
 from outrider.core.session.contract import Plan, StepReport
 
 CEILINGS = Plan(depth=16, nodes=32)
@@ -84,7 +83,7 @@ def test_plans_change_less_than_once_a_second_and_their_versions_rise(seed: int,
         cluster.rate = cluster.rng.random()
         cluster.run(3)
     changes = [(then, after) for (_, before), (then, after) in pairwise(cluster.plans) if after != before]
-    assert all(later - sooner >= DWELL_S - 1e-6 for (sooner, _), (later, _) in pairwise(changes))
+    assert all(later - sooner >= GOODPUT.dwell_s - 1e-6 for (sooner, _), (later, _) in pairwise(changes))
     versions = [plan.version for _, plan in changes]
     assert versions == sorted(set(versions))
     assert all(plan.depth <= CEILINGS.depth and plan.nodes <= CEILINGS.nodes for _, plan in changes)

@@ -6,8 +6,7 @@ from statistics import mean
 
 import pytest
 
-from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
 from outrider.core.control.cost.plain_pace import StepWork
 from tests.core.control.plant import Plant, Speedup
 
@@ -88,7 +87,7 @@ def test_a_slow_step_ends_turns_unless_pending_drafts_make_up_for_it(sent: float
         work = StepWork(1, 0, expected)
         governor.observe(plant.load, StepOutcome(work, expected, seconds, 1, drafting))
 
-    step(governor.budget.level_s + 0.05, 1.0, 1)
+    step(governor.budget.left_s + 0.05, 1.0, 1)
     assert governor.limited
     assert governor.arm == PLAIN
     step(0.02, sent, 1)

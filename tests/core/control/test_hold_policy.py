@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.cost.budget import VerificationBudget
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
@@ -29,7 +29,7 @@ class Held:
 
 
 def held(mode: OverlapMode = OverlapMode.TURNS, delays: tuple[float, ...] = (DELAY_S,) * 40) -> Held:
-    arrivals = Arrivals(ArrivalPatterns.unknown())
+    arrivals = Arrivals(ArrivalPatterns())
     now = 0.0
     for delay in delays:
         now += 1.0
@@ -99,13 +99,13 @@ def test_a_drafter_whose_rest_ends_with_the_next_commit_is_not_awaited_before() 
 
 def test_a_drafter_of_which_nothing_is_known_is_awaited_for_the_time_of_a_step() -> None:
     session = held()
-    session.arrivals = Arrivals(ArrivalPatterns.unknown())
+    session.arrivals = Arrivals(ArrivalPatterns())
     session.arrivals.restart(session.terms.committed_at, 1.0)
     assert hold(session) == pytest.approx(BUDGET.seconds)
 
 
 def test_a_drafter_that_is_late_is_tried_as_any_other_is() -> None:
-    step, patterns = BUDGET.seconds, ArrivalPatterns.unknown()
+    step, patterns = BUDGET.seconds, ArrivalPatterns()
     for known in (False, True):
         session = held()
         session.arrivals = Arrivals(patterns)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.core.control.cost.budget import OVERHEAD_S
+from outrider.core.control.cost.budget import COST
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 
 SWEEP = [(1, 0.010), (64, 0.073)]  # a millisecond for each row more
@@ -18,19 +18,19 @@ def step(sessions: int, tokens: float | None = None, read: int = 0) -> StepWork:
 
 def test_work_takes_as_many_plain_steps_as_it_has_tokens_for_each_session() -> None:
     pace = PlainPace(SWEEP)
-    assert pace.seconds(step(4)) == pytest.approx(0.013 + OVERHEAD_S)
-    assert pace.seconds(step(4, 10)) == pytest.approx(2.5 * (0.013 + OVERHEAD_S))
-    assert pace.seconds(step(4, read=16)) == pytest.approx(0.029 + OVERHEAD_S)
-    assert pace.seconds(step(0, 0, 16)) == pytest.approx(0.025 + OVERHEAD_S)
+    assert pace.seconds(step(4)) == pytest.approx(0.013 + COST.overhead_s)
+    assert pace.seconds(step(4, 10)) == pytest.approx(2.5 * (0.013 + COST.overhead_s))
+    assert pace.seconds(step(4, read=16)) == pytest.approx(0.029 + COST.overhead_s)
+    assert pace.seconds(step(0, 0, 16)) == pytest.approx(0.025 + COST.overhead_s)
 
 
 def test_only_plain_steps_count_for_the_plain_pace_and_other_loads_begin_with_it() -> None:
     pace = PlainPace(SWEEP)
     for _ in range(2000):
-        pace.observe(step(4), 2 * (0.013 + OVERHEAD_S), plain=True)
+        pace.observe(step(4), 2 * (0.013 + COST.overhead_s), plain=True)
         pace.observe(step(4), 1.0, plain=False)
-    assert pace.seconds(step(4)) == pytest.approx(2 * (0.013 + OVERHEAD_S), rel=1e-3)
-    assert pace.seconds(step(16)) == pytest.approx(2 * (0.025 + OVERHEAD_S), rel=1e-3)
+    assert pace.seconds(step(4)) == pytest.approx(2 * (0.013 + COST.overhead_s), rel=1e-3)
+    assert pace.seconds(step(16)) == pytest.approx(2 * (0.025 + COST.overhead_s), rel=1e-3)
     (known,) = pace.estimates()
     assert known["tokens_per_s"] == pytest.approx(4 / pace.seconds(step(4)))
 
@@ -47,7 +47,7 @@ def test_cheap_prefill_is_told_apart_from_decoding(every: int, reads: tuple[int,
     """As on a server whose prompts are read in every tenth step, or in every step."""
 
     def truth(read: int) -> float:
-        return 1.2 * (0.017 + OVERHEAD_S) + 0.6 * 0.001 * read
+        return 1.2 * (0.017 + COST.overhead_s) + 0.6 * 0.001 * read
 
     found: list[tuple[float, bool]] = []
     for seed in range(50):
@@ -85,7 +85,7 @@ def test_a_step_after_a_pause_does_not_make_its_time_certain() -> None:
 @pytest.mark.parametrize("deviation", [0.02, 0.2])
 def test_the_lower_bound_holds_at_its_stated_rate(deviation: float) -> None:
     """The true time is below the lower bound in 2.5 % of all cases; at most 4 % are tolerated."""
-    truth, below, draws = 0.010 + OVERHEAD_S, 0, random.Random(1)
+    truth, below, draws = 0.010 + COST.overhead_s, 0, random.Random(1)
     for _ in range(1000):
         pace = PlainPace(SWEEP)
         for _ in range(60):
@@ -95,9 +95,9 @@ def test_the_lower_bound_holds_at_its_stated_rate(deviation: float) -> None:
 
 
 def test_old_observations_fade_with_time_and_not_only_with_steps() -> None:
-    slow, pace = 2 * (0.010 + OVERHEAD_S), PlainPace(SWEEP)
+    slow, pace = 2 * (0.010 + COST.overhead_s), PlainPace(SWEEP)
     for _ in range(200):
-        pace.observe(step(1), 0.010 + OVERHEAD_S, plain=True)
+        pace.observe(step(1), 0.010 + COST.overhead_s, plain=True)
     for _ in range(150):
         pace.observe(step(1), 1.0, plain=False)
     for _ in range(10):

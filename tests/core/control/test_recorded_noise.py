@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.core.control.arms.governor import SETTLING
-from outrider.core.control.arms.load_governor import MAX_PAIRS, MIN_PAIRS
-from outrider.core.control.paired_trial import PairedDifference, PairedTrial
+from outrider.core.control.arms.load_governor import GOVERNOR
+from outrider.core.control.trials import TRIALS, PairedDifference, PairedTrial
 
 RECORDED = Path(__file__).parent / "recorded_steps.npz"
 APART = 3  # steps between the beginnings of two trials
@@ -30,13 +29,13 @@ def trials(steps: np.ndarray[Any, Any], pairs: int) -> Iterator[PairedDifference
                 return
             challenged, (work, tokens, seconds) = trial.challenged, steps[at]
             trial.observe(work * 1e-6, tokens, seconds * 1e-6)
-            at += 1 if trial.challenged is challenged else 1 + SETTLING
+            at += 1 if trial.challenged is challenged else 1 + GOVERNOR.settling
         yield trial.difference
 
 
 def test_the_intervals_hold_at_their_stated_rate() -> None:
     with np.load(RECORDED) as recorded:
-        for pairs in (MIN_PAIRS, 5, MAX_PAIRS):
+        for pairs in (TRIALS.min_pairs, 5, TRIALS.max_pairs):
             found = [it for name in recorded.files for it in trials(recorded[name].astype(float), pairs)]
             held = sum(it.low < 0.0 < it.high for it in found) / len(found)
             assert 0.93 < held < 0.97, pairs

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.arm import PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
 from outrider.core.control.arms.governor import Governor
-from outrider.core.control.arms.overlap import OverlapMode
 from outrider.core.control.arms.steering import SessionTokens, Steering
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.session.contract import OFF, Overlap, Plan
+from outrider.core.session.contract import OFF, Plan, PlanOverlap
 from tests.core.control.plant import SteeredSession
 
 PLAN = Plan(version=1, depth=8, nodes=16)
@@ -66,7 +65,7 @@ def test_a_share_of_the_sessions_is_drafted_for_and_keeps_its_members() -> None:
 
 
 def test_plans_that_decide_themselves_are_followed_and_are_no_part_of_the_share() -> None:
-    plans = [replace(PLAN, overlap=Overlap.ALWAYS), replace(PLAN, overlap=Overlap.ROUNDS), OFF, PLAN]
+    plans = [replace(PLAN, overlap=PlanOverlap.ALWAYS), replace(PLAN, overlap=PlanOverlap.ROUNDS), OFF, PLAN]
     sessions = [session(plan) for plan in plans]
     steering, governor = steered(PLAIN, sessions)
     assert modes(sessions) == [OverlapMode.AHEAD, OverlapMode.TURNS, OverlapMode.REST, OverlapMode.REST]
@@ -138,7 +137,7 @@ def test_a_second_of_a_hold_is_worth_the_rate_of_all_sessions() -> None:
     for _ in range(100):
         steering.on_step(sessions, [SessionTokens(it, 2, 2.0) for it in sessions], 0, 0.1)
     drafted = [it for it in sessions if not it.terms.resting]
-    assert sum(it.terms.time_price for it in drafted) == pytest.approx(80.0)
+    assert sum(it.terms.time_cost_tokens_per_s for it in drafted) == pytest.approx(80.0)
 
 
 def test_rates_are_reported_after_drafting_was_compared_with_plain_decoding() -> None:

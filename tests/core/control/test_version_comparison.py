@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outrider.core.control.drafters.version_comparison import MIN_POSITIONS, WINDOW, AgreementCounts, worse
+from outrider.core.control.drafters.version_comparison import VERSIONS, AgreementCounts, worse
 
 
 def seen(**counts: tuple[int, int]) -> AgreementCounts:
@@ -23,7 +23,7 @@ def test_a_difference_within_its_error_or_below_the_minimum_is_ignored() -> None
     assert worse(seen(hot=(3960, 4096)), seen(hot=(4020, 4096))) == ""
 
 
-@pytest.mark.parametrize("few", [0, MIN_POSITIONS - 1])
+@pytest.mark.parametrize("few", [0, VERSIONS.min_positions - 1])
 def test_few_positions_prove_nothing(few: int) -> None:
     assert worse(seen(hot=(0, few)), seen(hot=(1000, 1000))) == ""
     assert worse(seen(hot=(0, 1000)), seen(hot=(few, few))) == ""
@@ -39,7 +39,7 @@ def test_old_comparisons_fade() -> None:
     found = seen(hot=(4000, 4000))
     for _ in range(10):
         found.add("hot", 0, 4000)
-    assert found.compared < WINDOW * 1.6
+    assert found.compared < VERSIONS.window * 1.6
     assert found.share < 0.05
 
 

@@ -1,4 +1,4 @@
-"""Drafting without a model: whatever is proposed is worth its price, and every way is had by its name."""
+"""Drafting without a model: whatever is proposed is worth its rows, and every way is had by its name."""
 
 import math
 

@@ -11,9 +11,7 @@ from outrider.core.construction.expansion import Candidates
 from outrider.core.proposers.lookup import Lookups, NoiseMixedSource
 from outrider.core.proposers.ngram_tree import NOTHING, Continuation
 from outrider.core.proposers.noise_mixture import (
-    MIN_SHARE,
-    SURE,
-    TRIAL_INTERVAL,
+    NOISE,
     BackgroundDistribution,
     NoiseMixtureFit,
 )
@@ -69,17 +67,17 @@ def test_a_useless_noise_mixture_is_asked_seldom_and_again_when_it_helps() -> No
     fit, row = NoiseMixtureFit(), Candidates(np.array([5, 6]), np.array([2.0, 1.0]))
     for _ in range(2000):
         fit.observe(FOUND, row, 7, 0.0)
-    assert fit.share(FOUND) < MIN_SHARE
-    assert sum(fit.wanted(FOUND) for _ in range(10 * TRIAL_INTERVAL)) == 10
+    assert fit.share(FOUND) < NOISE.min_share
+    assert sum(fit.wanted(FOUND) for _ in range(10 * NOISE.trial_interval)) == 10
     for _ in range(200):
         fit.observe(FOUND, row, 5, 0.0)
-    assert all(fit.wanted(FOUND) for _ in range(TRIAL_INTERVAL))
+    assert all(fit.wanted(FOUND) for _ in range(NOISE.trial_interval))
 
 
 def test_the_noise_is_not_used_where_the_chances_are_certain() -> None:
     fit = NoiseMixtureFit()
-    assert not fit.wanted({7: SURE, 3: 0.1})
-    assert fit.wanted({7: SURE - 0.01, 3: 0.1})
+    assert not fit.wanted({7: NOISE.bounds[1], 3: 0.1})
+    assert fit.wanted({7: NOISE.bounds[1] - 0.01, 3: 0.1})
     assert fit.wanted({})
 
 

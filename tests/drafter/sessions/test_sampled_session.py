@@ -11,9 +11,10 @@ from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.snapshot import MirrorSnapshot
+from outrider.core.stats import RECENT
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.sampled_tree import SampledTree
-from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape, size_of
+from outrider.core.tree.static_trees import RankRates, Shape, best_shape, size_of
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
@@ -122,7 +123,7 @@ def test_rank_rates_follow_the_accepted_ranks() -> None:
         found.append(rates.rates(3))
     # A rate is a mean with falling weights; its variance is that of one draw x (1 - m) / (1 + m).
     for chance, mean in zip(chances, np.mean(found, axis=0), strict=True):
-        deviation = math.sqrt(chance * (1 - chance) * (1 - MEMORY) / (1 + MEMORY) / len(found))
+        deviation = math.sqrt(chance * (1 - chance) * (1 - RECENT) / (1 + RECENT) / len(found))
         assert mean == pytest.approx(chance, abs=3 * deviation)
     falling = rates.rates(9)
     assert all(one >= other > 0 for one, other in itertools.pairwise(falling))

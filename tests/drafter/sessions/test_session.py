@@ -262,7 +262,7 @@ def test_a_level_that_is_not_worth_the_upstreams_wait_is_not_run() -> None:
             break
     session = rig.session
     ask = {"chunk": 4, "limit": 3, "context": 200, "rows": 300}
-    session.terms = SentTerms(time_price=100.0)
+    session.terms = SentTerms(time_cost_tokens_per_s=100.0)
     assert session.next_segment(rig.fit, **ask, level_s=0.0001) is not None
     assert session.next_segment(rig.fit, **ask, level_s=1.0) is None
     session.terms = SentTerms()  # no step waits for the drafter

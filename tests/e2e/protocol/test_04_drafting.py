@@ -48,7 +48,7 @@ async def test_the_drafting_stream_follows_the_sequence_from_hello_to_closed(ver
             replace(SPECULATE, depth=7)
         )  # what is left of the answer, less the last token
         assert snapshot.credit == 512
-        assert 0 <= snapshot.price <= 1
+        assert 0 <= snapshot.min_path_score <= 1
         drafter.send_frame(**delta(text.whole, root, text.answer[4:6]))
         await drafter.received_all(router.session)
         await router.acknowledge(4)
@@ -179,7 +179,7 @@ async def test_a_snapshot_is_sent_in_ordered_parts_and_only_the_last_has_the_ter
     assert not any(part.HasField("contract") or part.HasField("plan") or part.digest for part in parts[:2])
     last = parts[2]
     assert (last.digest, last.credit, last.contract.seed) == (extend(EMPTY, tokens), 512, 5)
-    assert (last.price, last.time_price, last.ahead) == (0.25, 7.0, True)
+    assert (last.min_path_score, last.time_cost_tokens_per_s, last.ahead) == (0.25, 7.0, True)
     assert [(part.vocabulary, part.unpadded_vocabulary) for part in parts] == [(4096, 0), (4096, 0), (4096, 4000)]
     assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 

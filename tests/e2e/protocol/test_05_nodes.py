@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.cost.calibration import Calibration
-from outrider.core.control.holds.arrival_model import ArrivalPatterns, HoldTrials
+from outrider.core.control.holds.arrival_model import HOLDS, ArrivalPatterns
 from outrider.core.sampling.sampler import Choice
-from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, PlanOverlap, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.upstream_server.servicer import UpstreamServicer
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALIAS_SPAN = 256
 TREE_CAPACITY = 512
 
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=PlanOverlap.ALWAYS))
 
 
 async def test_ids_count_up_from_1_and_parents_precede_their_children(drafter: str, text: Text) -> None:
@@ -66,7 +66,7 @@ async def test_an_exhausted_drafter_sends_no_node_before_the_next_commit(drafter
         await asyncio.sleep(0.2)
         assert stream.inbox.of("delta")[-1].exhausted
         stream.inbox.frames.clear()
-        stream.commit(text.prompt, len(text.prompt), price=1.0)  # nothing is worth it: the delta is empty
+        stream.commit(text.prompt, len(text.prompt), min_path_score=1.0)  # nothing is worth it: the delta is empty
         frame = await stream.inbox.take("delta")
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
 
@@ -82,7 +82,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
     start = SessionStart("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)
-    session = VerifierSession(start, AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown())
+    session = VerifierSession(start, AcquiredSlot(0, 2, None), 4096, ArrivalPatterns())
     streams = [UpstreamStream(name, Heartbeat) for name in ("one", "another")]
     for stream in streams:
         session.subscribe(stream, 1, Calibration())
@@ -90,7 +90,7 @@ async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_
 
     def patience() -> float:
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
-        for ago in range(HoldTrials.LAST, -1, -1):
+        for ago in range(HOLDS.retry_steps[1], -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
         _, budget = loop.choice.select(loop.choice.base_works([session]), 0.0)
         return loop.learning.hold_policy.hold_seconds([session], budget, now=0.0, tokens_per_s=0.0)

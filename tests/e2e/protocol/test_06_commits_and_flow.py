@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.core.session.contract import Overlap, Plan
+from outrider.core.session.contract import Plan, PlanOverlap
 from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
@@ -31,7 +31,7 @@ CONTROL_FRAMES = 4096
 
 FILLING = 1500  # refusals: more than a connection holds for a drafter that does not read
 NARROW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))  # a drafter that reads hardly ahead
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=PlanOverlap.ALWAYS))
 
 
 async def test_a_commit_moves_the_root_and_keeps_the_nodes_below_its_path(verifier: str, text: Text) -> None:
@@ -152,18 +152,18 @@ async def test_the_min_path_score_comes_with_every_commit(verifier: str, text: T
         await router.acknowledge(4)
         await router.generated(8)
         await drafter.inbox.until(lambda: sum(len(commit.tokens) for commit in drafter.inbox.of("commit")) == 4)
-        assert all(0 <= commit.price <= 1 for commit in drafter.inbox.of("commit"))
+        assert all(0 <= commit.min_path_score <= 1 for commit in drafter.inbox.of("commit"))
 
 
-@pytest.mark.parametrize(("price", "ahead"), [(0.15, False), (0.4, True)])
+@pytest.mark.parametrize(("min_path_score", "ahead"), [(0.15, False), (0.4, True)])
 async def test_a_drafter_neither_expands_nor_sends_below_the_min_path_score(
-    drafter: str, text: Text, price: float, ahead: bool
+    drafter: str, text: Text, min_path_score: float, ahead: bool
 ) -> None:
-    floor = price * price if ahead else price
+    floor = min_path_score * min_path_score if ahead else min_path_score
     plan = plan_to_pb(Plan(version=1, depth=16, width=8, nodes=64))
     async with upstream_of(drafter) as peer:
         stream, copy = peer.stream, Copy()
-        stream.snapshot(text.prompt, plan=plan, price=price, ahead=ahead)
+        stream.snapshot(text.prompt, plan=plan, min_path_score=min_path_score, ahead=ahead)
         await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
         for frame in stream.inbox.of("delta"):
             copy.take(frame)
@@ -172,7 +172,7 @@ async def test_a_drafter_neither_expands_nor_sends_below_the_min_path_score(
         assert all(math.exp(-score / 16) >= floor * 0.999 for score in copy.scores.values())
         stream.inbox.frames.clear()
         # What was not worth sending is now, without a new token.
-        stream.commit(text.prompt, len(text.prompt), price=0.02, ahead=ahead)
+        stream.commit(text.prompt, len(text.prompt), min_path_score=0.02, ahead=ahead)
         await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
         for frame in stream.inbox.of("delta"):
             copy.take(frame)
@@ -184,15 +184,15 @@ async def test_a_min_path_score_of_1_has_a_drafter_rest_and_a_lower_one_draft(dr
     async with upstream_of(drafter) as peer, open_channel(drafter) as channel:
         stub, stream = DrafterStub(channel), peer.stream
         before = (await stub.Describe(types_pb2.DescribeRequest())).levels
-        stream.snapshot(text.prompt, price=1.0)
+        stream.snapshot(text.prompt, min_path_score=1.0)
         frame = await stream.inbox.take("delta")
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
         held = text.whole[: len(text.prompt) + 4]
-        stream.commit(held, len(text.prompt), price=1.0)
+        stream.commit(held, len(text.prompt), min_path_score=1.0)
         frame = await stream.inbox.take("delta")
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
         assert (await stub.Describe(types_pb2.DescribeRequest())).levels == before  # not even the prompt was read
-        stream.commit(held, len(held), price=0.02)
+        stream.commit(held, len(held), min_path_score=0.02)
         await stream.inbox.until(lambda: any(frame.tokens for frame in stream.inbox.of("delta")))
         assert (await stub.Describe(types_pb2.DescribeRequest())).levels > before
 
@@ -222,7 +222,7 @@ def lineage(copy: Copy, identity: int) -> Iterator[int]:
 
 async def test_plan_changes_travel_in_commits_and_a_lower_version_is_ignored(verifier: str, text: Text) -> None:
     def version(number: int, **changes: int) -> types_pb2.Plan:
-        return plan_to_pb(Plan(version=number, depth=4, overlap=Overlap.ALWAYS, **changes))
+        return plan_to_pb(Plan(version=number, depth=4, overlap=PlanOverlap.ALWAYS, **changes))
 
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=version(3), window=4) as router,

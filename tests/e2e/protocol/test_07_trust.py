@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
-from outrider.core.session.contract import Contract, Overlap, Plan
+from outrider.core.session.contract import Contract, Plan, PlanOverlap
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
@@ -42,7 +42,7 @@ MAX_DRAFTERS = 16
 MAX_REFUSED = 1000
 SUBSCRIBE_BYTES = 4096
 
-WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=Overlap.ALWAYS))
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0, overlap=PlanOverlap.ALWAYS))
 
 
 class Bystander(NamedTuple):
@@ -435,7 +435,7 @@ async def test_no_session_has_more_than_twice_its_fair_share_of_a_step_where_sev
         terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, width=64, nodes=1024)
         place = AcquiredSlot(number, len(tokens) - 1, None)
         session = VerifierSession(
-            SessionStart(f"s{number}", "", 1, tokens, 3, *terms, 64), place, 4096, ArrivalPatterns.unknown()
+            SessionStart(f"s{number}", "", 1, tokens, 3, *terms, 64), place, 4096, ArrivalPatterns()
         )
         count = 5 if number else 300
         edge = -0.5 if number else 0.0

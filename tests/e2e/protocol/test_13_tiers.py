@@ -56,11 +56,11 @@ async def between(drafter: str) -> AsyncIterator[Between]:
 
 async def test_nodes_go_up_at_once_with_their_origin_and_are_judged_afterwards(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0, answer_position=30)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0, answer_position=30)
         await peers.subscribe()
         snapshot = await peers.below.inbox.take("snapshot")
         assert list(snapshot.tokens) == text.whole[:LENGTH]
-        terms = snapshot.price, snapshot.credit, snapshot.epoch, snapshot.answer_position
+        terms = snapshot.min_path_score, snapshot.credit, snapshot.epoch, snapshot.answer_position
         assert terms == (1.0, 512, 1, 30)
         tokens = text.whole[LENGTH : LENGTH + 3]
         peers.below.send_frame(**delta(text.whole, LENGTH - 1, tokens))
@@ -68,7 +68,7 @@ async def test_nodes_go_up_at_once_with_their_origin_and_are_judged_afterwards(d
         sent = next(frame for frame in peers.above.inbox.of("delta") if frame.tokens)
         assert (list(sent.tokens), sent.origin, sent.first_id) == (tokens, NAME, 1)
         assert not sent.rescored
-        # With a price under which its model works, one pass judges them all: they are what the text goes on with.
+        # With a threshold at which its model works, one pass judges them all: they are what the text goes on with.
         peers.above.commit(text.whole[:LENGTH], LENGTH, credit=512)
         await peers.above.inbox.until(lambda: any(frame.rescored for frame in peers.above.inbox.of("delta")))
         judged = next(frame for frame in peers.above.inbox.of("delta") if frame.rescored)
@@ -112,25 +112,25 @@ async def test_a_drafter_that_joins_when_the_tree_is_drawn_is_sent_its_best_too(
 
 async def test_commits_are_forwarded_to_lower_tiers_with_all_terms(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
-        peers.above.commit(text.whole[: LENGTH + 2], LENGTH, price=0.25, credit=100)
+        peers.above.commit(text.whole[: LENGTH + 2], LENGTH, min_path_score=0.25, credit=100)
         commit = await peers.below.inbox.take("commit")
         assert (commit.position, list(commit.tokens)) == (LENGTH, text.whole[LENGTH : LENGTH + 2])
         assert commit.digest == extend(EMPTY, text.whole[: LENGTH + 2])
-        assert commit.price == 0.25
+        assert commit.min_path_score == 0.25
         assert commit.credit <= 100
 
 
 async def test_a_drop_by_the_upstream_is_reported_to_the_sender_of_the_node(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=0.99)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=0.99)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5, 6]))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
-        peers.above.commit(text.whole[:LENGTH], LENGTH, price=0.99, dropped=[2])
+        peers.above.commit(text.whole[:LENGTH], LENGTH, min_path_score=0.99, dropped=[2])
         await peers.below.inbox.until(lambda: any(frame.dropped for frame in peers.below.inbox.of("commit")))
         assert [list(frame.dropped) for frame in peers.below.inbox.of("commit") if frame.dropped] == [[2]]
 
@@ -147,12 +147,12 @@ async def test_the_end_of_a_drafters_own_subscription_ends_those_below(drafter: 
 
 async def test_a_new_snapshot_from_above_gives_lower_tiers_a_snapshot(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5, 6]))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
-        peers.above.snapshot(text.whole[: LENGTH + 5], price=1.0)
+        peers.above.snapshot(text.whole[: LENGTH + 5], min_path_score=1.0)
         snapshot = await peers.below.inbox.take("snapshot")
         assert list(snapshot.tokens) == text.whole[: LENGTH + 5]
         peers.below.send_frame(**delta(text.whole, LENGTH + 4, [7], first_id=3))
@@ -177,7 +177,7 @@ async def test_a_session_whose_rule_draws_from_q_has_no_lower_tier(drafter: str,
 
 async def test_a_judgement_of_a_node_that_was_never_sent_ends_the_attachment(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         wrong = {"rescored": [9], "rescored_edges": bytes(1), "rescore_version": 1}
@@ -195,7 +195,7 @@ async def test_a_judgement_of_a_node_that_was_never_sent_ends_the_attachment(dra
 )
 async def test_judgements_and_origins_are_bounded(drafter: str, text: Text, wrong: dict[str, Any]) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5], **wrong))
@@ -250,7 +250,7 @@ async def test_a_drafter_drafts_on_below_hints(drafter: str, text: Text) -> None
 
 async def test_the_session_s_new_owner_is_announced_below(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
-        peers.above.snapshot(text.whole[:LENGTH], price=1.0)
+        peers.above.snapshot(text.whole[:LENGTH], min_path_score=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         address = peers.mid.upstream.address

@@ -38,7 +38,7 @@ class Stream:
         self.outgoing.put_nowait(pb.DraftDown(**frame))
 
     def snapshot(self, tokens: Sequence[int], **changes: Any) -> None:
-        """Sends all committed tokens and good terms, with changes; the credit is large and the price nothing."""
+        """Sends all committed tokens and good terms, with changes; the credit is large and min_path_score 0."""
         fields: dict[str, Any] = {
             "attachment": 1,
             "epoch": 1,

@@ -15,7 +15,7 @@ import pytest
 from outrider.config import VerifierConfig
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.cost.calibration import Calibration
-from outrider.core.control.trial_gate import TRIAL, TrialGate
+from outrider.core.control.trial_gate import GATE, TrialGate
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
@@ -53,7 +53,7 @@ TERMS: Sequence[dict[str, Any]] = (
 class Always(TrialGate):
     """A judge that every round pleases."""
 
-    def takes(self, price: float, *, trial: bool) -> bool:
+    def takes(self, cost_tokens: float, *, trial: bool) -> bool:
         return True
 
 
@@ -323,20 +323,20 @@ async def test_heads_that_bring_nothing_rest_and_are_tried_again(
 ) -> None:
     """After a trial there are no rounds, in this session and in others of its kind, until the next one is due."""
     observe = TrialGate.observe
-    monkeypatch.setattr(TrialGate, "observe", lambda worth, gain, price: observe(worth, 0.0, 1.0))
+    monkeypatch.setattr(TrialGate, "observe", lambda worth, gain, cost_tokens: observe(worth, 0.0, 1.0))
     random_heads("mlp", target, tmp_path)
     async with Cluster(target, tmp_path) as cluster:
-        await commits_of(cluster.open(0, most=TRIAL + 30, temperature=0.0))
-        assert TRIAL <= cluster.speculator.begun <= TRIAL + 1
+        await commits_of(cluster.open(0, most=GATE.steps + 30, temperature=0.0))
+        assert GATE.steps <= cluster.speculator.begun <= GATE.steps + 1
         session = cluster.open(1, temperature=0.0)
         await commits_of(session)
-        assert cluster.speculator.begun <= TRIAL + 1
+        assert cluster.speculator.begun <= GATE.steps + 1
         assert session.heads is not None
         session.heads.settle(session.tree, [], [1] * 10_000)
         assert session.heads.trial_gate.takes(0.4, trial=True)
         other = cluster.open(2, temperature=0.0)
         await commits_of(other)
-        assert cluster.speculator.begun > TRIAL + 1
+        assert cluster.speculator.begun > GATE.steps + 1
 
 
 def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(target: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.core.control.cost.budget import CostModel, VerificationBudget
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
-from outrider.core.control.trial_gate import TRIAL, TrialGate
+from outrider.core.control.trial_gate import GATE, TrialGate
 from outrider.core.proposers.lookahead import COLUMNS, LENGTH
 from outrider.core.proposers.lookup import fits
 from outrider.core.sampling.sampler import Choice
@@ -40,7 +40,7 @@ TEXT = (1, 2, 3, 1, 2, 3, 1)
 class Always(TrialGate):
     """A judge that every window pleases."""
 
-    def takes(self, price: float, *, trial: bool) -> bool:
+    def takes(self, cost_tokens: float, *, trial: bool) -> bool:
         return True
 
 
@@ -48,9 +48,7 @@ def session_of(drafting: NgramProposers, number: int = 0, plan: Plan = PLAN, **t
     contract = Contract(seed=1, max_tokens=100, **terms)
     start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, plan, 64)
     own = drafting.begin("", contract)
-    session = VerifierSession(
-        start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns.unknown(), own
-    )
+    session = VerifierSession(start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns(), own)
     session.propose_ngrams()
     return session
 
@@ -78,7 +76,7 @@ def test_a_session_alone_tries_its_window_and_the_step_counts_its_rows() -> None
     assert windows_in(step) == [ROWS]
     assert step.tokens == 1 + len(step.works[0].nodes) + ROWS
     assert budget.seconds >= CHEAP.seconds(step.tokens)
-    assert step.works[0].window_price > 0.0
+    assert step.works[0].window_cost_tokens > 0.0
 
 
 def test_one_of_several_sessions_has_its_window_on_trial() -> None:
@@ -91,7 +89,7 @@ def test_a_crowd_is_not_slowed() -> None:
     drafting = NgramProposers(ahead=True)
     sessions = [session_of(drafting, number) for number in range(16)]
     assert sum(windows_in(step_of(sessions, STEEP))) == 0
-    for _ in range(TRIAL):  # even where one alone was found to be worth much
+    for _ in range(GATE.steps):  # even where one alone was found to be worth much
         own = sessions[0].ngram_proposer
         assert isinstance(own, LookaheadProposer)
         own.trial_gate.observe(0.6, 0.1)
@@ -166,7 +164,7 @@ def test_ngram_drafts_are_replaced_and_drafters_nodes_stay() -> None:
     root = len(TEXT) - 1
     tree.graft(1, Delta(root, extend(EMPTY, TEXT), 1, (0, 1, 0), (2, 9, 7), (-1.0, -0.1, -0.1)))
     assert session.ngram_proposer is not None
-    session.ngram_proposer.grow(tree, nodes=0, depth=8, width=4, vocabulary=VOCABULARY, price=0.0)
+    session.ngram_proposer.grow(tree, nodes=0, depth=8, width=4, vocabulary=VOCABULARY, min_path_score=0.0)
     assert {token: set(node.children) for token, node in tree.root.children.items()} == {2: {9}, 7: set()}
     tree.check_integrity()
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
-from outrider.core.control.arms.overlap import OverlapMode
 from outrider.core.control.cost.plain_pace import StepWork
+
+
+class OverlapMode(Enum):
+    """How drafters work beside a verifier's steps, as far as a session's `PlanOverlap` allows it."""
+
+    TURNS = "turns"  # a step may be held back for drafters, and drafters do not draft while it runs
+    AHEAD = "ahead"  # drafters draft while steps run
+    REST = "rest"  # drafters do not draft
+
 
 MODES = (OverlapMode.TURNS, OverlapMode.AHEAD)  # the modes in which drafters draft
 

@@ -5,9 +5,19 @@ See docs/control.md, "The bound".
 
 from __future__ import annotations
 
-CAPACITY_S = 0.1  # seconds of delay that a full budget allows at once
-REFILL = 0.006  # seconds of delay that come back with each second
-RECOVERED = 0.3  # share of a full budget that must be back before drafting is tried again, after the first time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DelayTuning:
+    """What speculation may cost."""
+
+    capacity_s: float = 0.1  # seconds of delay that a full budget allows at once
+    refill: float = 0.006  # seconds of delay that come back with each second
+    recovered: float = 0.3  # share of a full budget that must be back before drafting is tried again, the first time
+
+
+DELAY = DelayTuning()
 
 
 class DelayBudget:
@@ -15,24 +25,24 @@ class DelayBudget:
     that is faster puts its gain back, but never above the brim, so that an earlier gain does not pay for a later loss.
 
     While steps that may be delayed begin only when the bucket is not empty, the steps of any window of T seconds are
-    delayed by at most CAPACITY_S + REFILL * T in sum, plus the delay of the step that emptied it: for 10 seconds that
+    delayed by at most 0.1 + 0.006 * T seconds in sum, plus the delay of the step that emptied it: for 10 seconds that
     is 1.6 %, plus one step.
     """
 
-    def __init__(self, capacity_s: float = CAPACITY_S, refill: float = REFILL) -> None:
-        self.capacity_s = capacity_s
-        self.level_s = capacity_s  # seconds of delay left; below 0 by what the last step overdrew
-        self._refill = refill
+    def __init__(self, tuning: DelayTuning = DELAY) -> None:
+        self.capacity_s = tuning.capacity_s
+        self.left_s = tuning.capacity_s  # seconds of delay left; below 0 by what the last step overdrew
+        self._refill = tuning.refill
 
     def spend(self, seconds: float, delay: float) -> None:
         """Record a step that took `seconds`, which is `delay` seconds more (or, if negative, less) than plain decoding
         would have taken for the same work."""
-        self.level_s = min(self.capacity_s, self.level_s + self._refill * seconds - delay)
+        self.left_s = min(self.capacity_s, self.left_s + self._refill * seconds - delay)
 
     @property
     def empty(self) -> bool:
         """Whether only plain decoding is allowed."""
-        return self.level_s <= 0.0
+        return self.left_s <= 0.0
 
 
 class Recovery:
@@ -43,14 +53,14 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self._needed = RECOVERED / 2  # share of a full budget
+        self._needed = DELAY.recovered / 2  # share of a full budget
         self._was_empty = False
 
     def recovered(self, budget: DelayBudget) -> bool:
         """Take account of a step under the load, and return whether enough of the budget is back."""
-        if budget.level_s == budget.capacity_s:
-            self._needed = RECOVERED / 2
+        if budget.left_s == budget.capacity_s:
+            self._needed = DELAY.recovered / 2
         elif budget.empty and not self._was_empty:
             self._needed = min(1.0, 2.0 * self._needed)
         self._was_empty = budget.empty
-        return budget.level_s >= max(RECOVERED, self._needed) * budget.capacity_s
+        return budget.left_s >= max(DELAY.recovered, self._needed) * budget.capacity_s

@@ -10,15 +10,9 @@ from typing import Any
 
 from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
 from outrider.core.control.arms.delay_budget import DelayBudget
-from outrider.core.control.arms.load_governor import LoadGovernor
+from outrider.core.control.arms.load_governor import GOVERNOR, LoadGovernor
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
-from outrider.core.control.paired_trial import PairedDifference
 from outrider.core.stats import FadingRatio
-
-SETTLING = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
-STARTING = 16  # at most this many steps are left out until the first drafts come; drafters may still read the text
-ENDING = 8  # at most this many steps are left out until the last drafts have drained
-LUCK_MEMORY, LUCK_PRIOR = 0.98, 50.0  # weight of the past at each step; tokens that are assumed as expected at first
 
 
 class Governor:
@@ -52,7 +46,7 @@ class Governor:
         self._settling = max(0, self._settling - 1)
         changed = (step.expected > step.work.sessions) is (arm != PLAIN)
         self._changing = 0 if changed else max(0, self._changing - 1)
-        self._lingering = SETTLING if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
+        self._lingering = GOVERNOR.settling if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
         plain = not self._lingering
         work = self._lucky(arm, step)
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
@@ -88,7 +82,8 @@ class Governor:
         What a step commits is random, and would hide what an arm is worth. The expectation, that of the tree's
         calibrated scores, is corrected by how much steps under the arm have committed in relation to it.
         """
-        luck = self._luck.setdefault(arm, FadingRatio(LUCK_MEMORY, hits=LUCK_PRIOR, attempts=LUCK_PRIOR))
+        prior = GOVERNOR.luck_prior
+        luck = self._luck.setdefault(arm, FadingRatio(hits=prior, attempts=prior))
         luck.observe(step.work.tokens, step.expected)
         return step.work._replace(tokens=step.expected * luck.ratio)
 
@@ -113,20 +108,21 @@ class Governor:
         if self._pinned is not None:
             return "the configuration has pinned it"
         if self.limited:
-            return f"the delay budget is empty: {max(0.0, self.budget.level_s) * 1e3:.0f} ms are back"
+            return f"the delay budget is empty: {max(0.0, self.budget.left_s) * 1e3:.0f} ms are back"
         return self._present.reason
 
-    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
+    def compared(self) -> list[tuple[Arm, Arm, dict[str, float | None]]]:
         """Return what was compared under the present load: the usual arm of then, the other one, and by how much that
-        was faster."""
-        return [] if self._present is None else self._present.compared()
+        was faster (`PairedDifference.estimates`)."""
+        judged = () if self._present is None else self._present.judged()
+        return [(usual, arm, difference.estimates()) for usual, arm, difference, _ in judged]
 
     def estimates(self) -> dict[str, Any]:
         """Return the arm in force, the delay that is left, and what is known of all arms."""
         return {
             "arm": str(self.arm),
             "reason": self.reason,
-            "delay_budget_s": self.budget.level_s,
+            "delay_budget_s": self.budget.left_s,
             "limited": self.limited,
             "switches": self.switches,
             "plain": self.pace.estimates(),
@@ -138,8 +134,8 @@ class Governor:
         if changed and self._present is not None:
             self._present.pause()
         if changed or arm != self.arm:
-            self._settling = SETTLING
-            self._changing = 0 if (self.arm == PLAIN) is (arm == PLAIN) else ENDING if arm == PLAIN else STARTING
+            self._settling = GOVERNOR.settling
+            self._changing = 0 if (self.arm == PLAIN) is (arm == PLAIN) else GOVERNOR.changing
         self._present, self.arm = governor, arm
 
     def _governor_of(self, load: VerifierLoad) -> LoadGovernor:
@@ -149,6 +145,6 @@ class Governor:
             nearest = min(
                 alike, key=lambda known: (known.greedy != load.greedy, abs(known.size - load.size)), default=None
             )
-            hint = None if nearest is None else self._loads[nearest].usual
+            hint = PLAIN if nearest is None else self._loads[nearest].usual
             self._loads[load] = LoadGovernor(load, hint)
         return self._loads[load]

@@ -7,55 +7,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from outrider.core.control.arms.arm import MODES, PLAIN, Arm, StepOutcome, VerifierLoad
-from outrider.core.control.arms.delay_budget import DelayBudget, Recovery
-from outrider.core.control.arms.overlap import OverlapMode
-from outrider.core.control.paired_trial import PairedDifference, PairedTrial
+from outrider.core.control.arms.arm import MODES, PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
+from outrider.core.control.arms.delay_budget import DELAY, DelayBudget, Recovery
+from outrider.core.control.trials import PairedDifference, PairedTrial, TrialSchedule
 from outrider.core.stats import FadingRatio
 
-DENOMINATORS = (8, 4, 2, 1)  # of the shares of sessions that are drafted for, in the order in which they are tried
-OPENING = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
-MARGIN = math.log(1.01)  # an arm must be faster than plain decoding by this to take its place, and to keep it
-HARMLESS = math.log(0.97)  # the next larger share is tried if plain decoding is at most this much faster
-MIN_PAIRS, MAX_PAIRS = 3, 8  # fewest pairs (earlier trials included) for a verdict; most pairs in one trial
-REST_S = 3.0  # pause after the usual arm changes before another mode is tried; plain decoding waits four times as long
-WAIT_S = 2.0  # longest wait for the drafters of a challenger
-GRACE = 0.25  # share of the delay budget that the usual arm may overdraw after a challenger has emptied it
-SPEED_MEMORY = 0.98  # weight of the past in an arm's speed, at each step
-LOSS = 0.005  # share of the time that trials may cost
-APART = 10.0  # least time between two trials of an arm, in multiples of the first one's duration
-RETRY_S = (4.0, 120.0)  # pause before a beaten arm is retried: after its first loss, and at most; each loss doubles it
+
+@dataclass(frozen=True, slots=True)
+class GovernorTuning:
+    """How arms are compared, and loads are told apart."""
+
+    denominators: tuple[int, ...] = (8, 4, 2, 1)  # shares of the sessions to draft for: 1/8 first
+    opening: int = 8  # plain steps of a single session before it is drafted for, so that plain decoding's pace is known
+    margin: float = math.log(1.01)  # log of the ratio by which an arm must beat plain decoding
+    rest_s: float = 3.0  # pause after the usual arm changes before another mode is tried; before plain, four times that
+    wait_s: float = 2.0  # longest wait for the drafters of a challenger
+    retry_s: tuple[float, float] = (4.0, 120.0)  # pause before a beaten arm is tried again: at first, and at most
+    settling: int = 2  # steps after a change that belong to no block: terms reach drafters with the next commit
+    changing: int = 16  # at most this many steps are left out until the first drafts come, or the last have drained
+    luck_prior: float = 50.0  # tokens that are assumed to be committed as expected at first
+    open_weight: float = 0.05  # weight of one step in the averages: open sessions, and the share of greedy ones
+    sticky: float = 0.65  # log2 by which open sessions may leave a load; a larger rise is followed at once
+    greedy: tuple[float, float] = (0.9, 0.6)  # shares of greedy sessions: from where a load is, and to where it stays
+
+
+GOVERNOR = GovernorTuning()
 
 
 class LoadGovernor:
     """Compares arms with the usual one under one load, and keeps the fastest."""
 
-    def __init__(self, load: VerifierLoad, hint: Arm | None = None) -> None:
+    def __init__(self, load: VerifierLoad, hint: Arm = PLAIN) -> None:
         """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
         that nearly always pays; several sessions compare it first."""
         self.recovery = Recovery()
         self._load = load
         self._shares = [*_distinct(load.sessions)]
         self.usual = PLAIN
-        self._opening: Arm | None = None  # a single session's first arm
-        self._plain_left = 0  # steps until it takes the place of plain decoding
-        if hint is not None and hint != PLAIN:
+        if hint != PLAIN:
             hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
-        if not load.size:
-            self._opening = Arm(OverlapMode.TURNS, 1) if hint is None or hint == PLAIN else hint
-            self._plain_left = OPENING
+        # A single session's first arm, and the steps until it takes the place of plain decoding.
+        self._opening = None if load.size else Arm(OverlapMode.TURNS, 1) if hint == PLAIN else hint
+        self._plain_left = GOVERNOR.opening
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
-        self._trial: _Running | None = None
+        self._trial: _ArmTrial | None = None
         self._first: Arm | None = None  # the next to be tried, before all others that are due
         self._now = 0.0  # seconds of all steps under the load
         self._next = 0.0  # when a trial may be due
         self._floor_s = 0.0  # level of the budget at which the usual arm, too, makes room for plain decoding
         self._halted = False  # it does, until what its drafters have still sent is verified
         self._speeds: dict[Arm, FadingRatio] = {}  # seconds of plain decoding for each second
-        if load.size and hint is not None and hint != PLAIN:
+        if load.size and hint != PLAIN:
             self._prefer(hint)
 
     @property
@@ -64,14 +70,14 @@ class LoadGovernor:
         if self._halted:
             return PLAIN
         trial = self._trial
-        return trial.challenger if trial is not None and trial.pairs.challenged else self.usual
+        return trial.challenger if trial is not None and trial.challenged else self.usual
 
     @property
     def reason(self) -> str:
         """Why the arm is in force, for people."""
         if self._trial is not None:
             return f"{self._trial.challenger} has a trial against {self.usual}"
-        judged = {challenger: record.difference for usual, challenger, record in self._judged() if usual == self.usual}
+        judged = {arm: difference for usual, arm, difference, _ in self.judged() if usual == self.usual}
         if not judged:
             return "nothing else was compared with it yet"
         best = max(judged, key=lambda arm: judged[arm].mean)
@@ -92,23 +98,19 @@ class LoadGovernor:
         trial = self._trial
         challenged = arm == trial.challenger
         trial.spend(plain_seconds, step.seconds, challenged=challenged)
-        if trial.pairs.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
+        if trial.blocks < 2 and step.drafting < arm.drafted(step.eligible):  # drafters are being attached
             trial.waited += step.seconds
-            if trial.waited < WAIT_S:
+            if trial.waited < GOVERNOR.wait_s:
                 return
             if not step.drafting:
                 self._defeat(trial)
                 return
-        if (
-            settled
-            and trial.pairs.challenged is challenged
-            and trial.pairs.observe(plain_seconds, step.work.tokens, step.seconds)
-        ):
+        if settled and trial.challenged is challenged and trial.observe(plain_seconds, step.work.tokens, step.seconds):
             self._decide(trial)
 
     def record(self, arm: Arm, plain_seconds: float, seconds: float) -> None:
         """Record a step for the speed of its arm, with all that settling and reading cost."""
-        self._speeds.setdefault(arm, FadingRatio(SPEED_MEMORY)).observe(plain_seconds, seconds)
+        self._speeds.setdefault(arm, FadingRatio()).observe(plain_seconds, seconds)
         self._now += seconds
 
     def open(self) -> None:
@@ -126,9 +128,9 @@ class LoadGovernor:
         `plain`: where steps are long, one of them takes or brings more than the budget holds.
         """
         if self._trial is not None:
-            self._floor_s = 0.0 if self.arm == self.usual else budget.level_s - GRACE * budget.capacity_s
+            self._floor_s = 0.0 if self.arm == self.usual else budget.left_s - DELAY.recovered * budget.capacity_s
             self._defeat(self._trial)
-        if self.usual == PLAIN or (budget.level_s > self._floor_s and not self._halted):
+        if self.usual == PLAIN or (budget.left_s > self._floor_s and not self._halted):
             return
         self._halted = not plain
         if not plain:
@@ -137,7 +139,7 @@ class LoadGovernor:
         if self._floor_s:  # a challenger had spent what the usual arm would have needed
             self._prefer(stopped)
         else:
-            self._record(stopped).defeat(self._now, 0.0, 0.0)
+            self._record(stopped).fail(self._now)
             self._prefer(stopped.in_other_mode)
 
     def resume(self) -> None:
@@ -148,13 +150,13 @@ class LoadGovernor:
     def pause(self) -> None:
         """Leave an incomplete pair out, because the load has changed."""
         if self._trial is not None:
-            self._trial.pairs.restart_pair()
+            self._trial.restart_pair()
 
     def reconsider(self) -> None:
         """Try all arms again soon."""
         self._next = 0.0
         for record in self._records.values():
-            record.due, record.interval = min(record.due, self._now + RETRY_S[0]), RETRY_S[0]
+            record.forgive(self._now)
 
     def estimates(self) -> dict[str, Any]:
         """Return the usual arm, the running trial, and all comparisons."""
@@ -167,22 +169,16 @@ class LoadGovernor:
             "trial": None if trial is None else str(trial.challenger),
             "speeds": [{"arm": str(arm), "ratio": speed.ratio} for arm, speed in tuple(self._speeds.items())],
             "compared": [
-                {
-                    "usual": str(usual),
-                    "arm": str(arm),
-                    "due_s": max(0.0, record.due - self._now),
-                    **record.difference.estimates(),
-                }
-                for usual, arm, record in self._judged()
+                {"usual": str(usual), "arm": str(arm), "due_s": max(0.0, due - self._now), **difference.estimates()}
+                for usual, arm, difference, due in self.judged()
             ],
         }
 
-    def compared(self) -> list[tuple[Arm, Arm, PairedDifference]]:
-        """See `Governor.compared`."""
-        return [(usual, arm, record.difference) for usual, arm, record in self._judged()]
-
-    def _judged(self) -> list[tuple[Arm, Arm, _Record]]:
-        return [(*arms, record) for arms, record in tuple(self._records.items()) if record.difference.pairs]
+    def judged(self) -> Iterator[tuple[Arm, Arm, PairedDifference, float]]:
+        """Yield the usual arm, the other one, how much faster that was, and when it is tried again."""
+        for arms, record in tuple(self._records.items()):
+            if record.difference.pairs:
+                yield *arms, record.difference, record.due
 
     def _prefer(self, arm: Arm) -> None:
         """Try an arm now, before all others."""
@@ -204,7 +200,7 @@ class LoadGovernor:
             return
         arm = min(due, key=lambda arm: (arm != self._first, arm.denominator or math.inf, records[arm].due))
         self._first = None
-        self._trial = _Running(arm, PairedTrial(records[arm].difference))
+        self._trial = _ArmTrial(arm, records[arm].difference)
 
     def _candidates(self) -> Iterator[Arm]:
         """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""
@@ -226,35 +222,27 @@ class LoadGovernor:
             arm = Arm(mode, denominator)
             yield arm
             record = self._records.get((self.usual, arm))
-            if record is None or not record.difference.pairs or record.difference.high < HARMLESS:
+            if record is None or not record.difference.pairs or record.difference.high < -GOVERNOR.margin:
                 break
 
-    def _decide(self, trial: _Running) -> None:
-        """End the trial when the pair that is complete has made it clear, or when there were enough of them."""
-        difference = trial.pairs.difference
-        if difference.pairs < MIN_PAIRS:
-            return
-        margin = MARGIN * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
-        enough = trial.pairs.blocks >= 2 * MAX_PAIRS
-        if difference.low > margin or (enough and difference.mean > self._tie_margin(trial.challenger)):
+    def _decide(self, trial: _ArmTrial) -> None:
+        """End the trial if the pair that is complete has made it clear, or if there were enough of them."""
+        margin = GOVERNOR.margin * ((self.usual == PLAIN) - (trial.challenger == PLAIN))
+        tie_margin = math.inf if self.usual == PLAIN else 0.0 if trial.challenger == PLAIN else GOVERNOR.margin
+        wins = trial.verdict(margin, tie_margin)
+        if wins:
             self._trial = None
             beaten, self.usual = self.usual, trial.challenger
             self._next = self._now
             record = self._record(beaten)
-            record.difference = difference.reversed()
-            record.defeat(self._now, trial.lost_by_usual, trial.lasted)
-        elif difference.high < margin or enough:
+            record.difference = trial.difference.reversed()
+            record.fail(self._now, trial.lost(by_challenger=False), trial.lasted)
+        elif wins is not None:
             self._defeat(trial)
 
-    def _tie_margin(self, challenger: Arm) -> float:
-        """Return by how much a challenger must be faster, at the mean, when the pairs leave it open which arm is."""
-        if self.usual == PLAIN:
-            return math.inf
-        return 0.0 if challenger == PLAIN else MARGIN
-
-    def _defeat(self, trial: _Running) -> None:
+    def _defeat(self, trial: _ArmTrial) -> None:
         self._trial = None
-        self._record(trial.challenger).defeat(self._now, trial.lost, trial.lasted)
+        self._record(trial.challenger).fail(self._now, trial.lost(by_challenger=True), trial.lasted)
 
     def _record(self, challenger: Arm) -> _Record:
         """Return the record of a challenger. Only a larger share in the same mode is tried without a pause."""
@@ -262,61 +250,31 @@ class LoadGovernor:
             climbs = self.usual == PLAIN or (
                 challenger.mode is self.usual.mode and challenger.denominator < self.usual.denominator
             )
-            rests = 4.0 * REST_S if challenger == PLAIN else REST_S
+            rests = 4.0 * GOVERNOR.rest_s if challenger == PLAIN else GOVERNOR.rest_s
             self._records[self.usual, challenger] = _Record(self._now + (0.0 if climbs else rests))
         return self._records[self.usual, challenger]
 
 
-class _Record:
+class _Record(TrialSchedule):
     """What is known of a challenger beside a usual arm, and when it is tried again."""
 
     def __init__(self, due: float) -> None:
+        super().__init__(GOVERNOR.retry_s, due)
         self.difference = PairedDifference()
-        self.due = due  # when the next trial may begin
-        self.interval = RETRY_S[0]
-
-    def defeat(self, now: float, lost: float, lasted: float) -> None:
-        """Postpone the next trial, after one that took `lasted` seconds and lost `lost`."""
-        self.due = now + min(RETRY_S[1], max(lost / LOSS, APART * lasted, self.interval))
-        self.interval = min(RETRY_S[1], 2.0 * self.interval)
 
 
-class _Running:
-    """A trial that runs."""
+class _ArmTrial(PairedTrial):
+    """A trial of an arm."""
 
-    def __init__(self, challenger: Arm, pairs: PairedTrial) -> None:
+    def __init__(self, challenger: Arm, difference: PairedDifference) -> None:
+        super().__init__(difference)
         self.challenger = challenger
-        self.pairs = pairs
         self.waited = 0.0  # seconds, for drafters
-        self._plain = [0.0, 0.0]  # [usual, challenger] seconds that plain decoding would have taken
-        self._took = [0.0, 0.0]  # [usual, challenger] seconds, with those of settling
-
-    def spend(self, plain_seconds: float, seconds: float, *, challenged: bool) -> None:
-        self._plain[challenged] += plain_seconds
-        self._took[challenged] += seconds
-
-    @property
-    def lasted(self) -> float:
-        return sum(self._took)
-
-    @property
-    def lost(self) -> float:
-        """Seconds that the challenger's steps took longer than the usual arm would have taken."""
-        return self._lost(0, 1)
-
-    @property
-    def lost_by_usual(self) -> float:
-        """Seconds that the usual arm's steps took longer than the challenger would have taken."""
-        return self._lost(1, 0)
-
-    def _lost(self, better: int, worse: int) -> float:
-        pace = self._took[better] / self._plain[better] if self._plain[better] else 1.0
-        return max(0.0, self._took[worse] - pace * self._plain[worse])
 
 
 def _distinct(sessions: int) -> Iterator[int]:
     """Yield the denominators under which different numbers of the sessions are drafted for."""
-    for denominator, larger in pairwise(DENOMINATORS):
+    for denominator, larger in pairwise(GOVERNOR.denominators):
         if -(-sessions // denominator) != -(-sessions // larger):
             yield denominator
-    yield DENOMINATORS[-1]
+    yield GOVERNOR.denominators[-1]

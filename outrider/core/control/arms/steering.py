@@ -6,20 +6,15 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from outrider.core.control.arms.arm import StepOutcome, VerifierLoad
+from outrider.core.control.arms.arm import OverlapMode, StepOutcome, VerifierLoad
 from outrider.core.control.arms.governor import Governor
-from outrider.core.control.arms.overlap import OverlapMode
+from outrider.core.control.arms.load_governor import GOVERNOR
 from outrider.core.control.cost.budget import CostModel
 from outrider.core.control.cost.plain_pace import StepWork
 from outrider.core.control.drafting_terms import DraftingTerms
-from outrider.core.session.contract import Overlap
-from outrider.core.stats import Ema, FadingRatio
+from outrider.core.session.contract import PlanOverlap
+from outrider.core.stats import QUICK, Ema, FadingRatio
 
-OPEN_WEIGHT = 0.05  # weight of one step in the averages: how many sessions are open, and the share of greedy ones
-RATE_MEMORY = 0.95  # weight of the past in the verifier's rate, at each step
-JUMP = 0.75  # if log2(open sessions) exceeds the average's log2 by this, the average jumps to it
-STICKY = 0.65  # distance of that average's log2 from a load's size up to which the load stays the same
-GREEDY = (0.9, 0.6)  # a load becomes greedy above the first share of greedy sessions, and ceases to be below the second
 MAX_RATE = 2**32 - 1  # largest rate that fits the report's field, in thousandths of a token per second
 
 
@@ -58,12 +53,12 @@ class Steering:
     def __init__(self, governor: Governor, cost: CostModel) -> None:
         self.governor = governor
         self._cost = cost
-        self._rate = FadingRatio(RATE_MEMORY)  # tokens per second of all sessions, prompts at their decode equivalent
+        self._rate = FadingRatio(QUICK)  # tokens per second of all sessions, prompts at their decode equivalent
         self._applied = 0  # sessions whose modes were set last
         self._eligible: list[SteeredSession] = []  # of these, those that may be drafted for
         self._drafted: list[SteeredSession] = []  # of these, those that are
-        self._open = Ema(OPEN_WEIGHT)
-        self._greedy = Ema(OPEN_WEIGHT)  # share of them
+        self._open = Ema(GOVERNOR.open_weight)
+        self._greedy = Ema(GOVERNOR.open_weight)  # share of them
         self._load = VerifierLoad(0, greedy=False, representative=True)
 
     @property
@@ -101,9 +96,9 @@ class Steering:
         self.governor.observe(self._load, StepOutcome(work, expected, seconds, len(self._eligible), drafting))
         if self.governor.arm != before or len(sessions) != self._applied:
             self.apply(sessions)
-        held_price = self._rate.ratio / max(1, len(self._drafted))  # a hold delays all, for those drafted for
+        hold_tokens_per_s = self._rate.ratio / max(1, len(self._drafted))  # a hold delays all, for those drafted for
         for session in self._drafted:
-            session.terms.held_price = held_price
+            session.terms.hold_tokens_per_s = hold_tokens_per_s
 
     def on_unmeasured_step(self, sessions: Collection[SteeredSession]) -> None:
         """Take account of a step before which the verifier had nothing to do: its time shows nothing."""
@@ -143,7 +138,7 @@ class Steering:
             "outrider.arm": str(governor.arm),
             "outrider.arm.reason": governor.reason,
             "outrider.tokens_per_s": self.tokens_per_s,
-            "outrider.delay_budget": governor.budget.level_s,
+            "outrider.delay_budget": governor.budget.left_s,
         }
 
     def plain(self) -> tuple[float, float]:
@@ -164,17 +159,17 @@ class Steering:
         """Follow the number and the kind of open sessions: at once where the number has nearly doubled, else smoothly.
         A caller that sends one request after another leaves short gaps."""
         count = max(1, len(sessions))
-        if math.log2(count / max(self._open.mean, 0.1)) > JUMP:
-            self._open, self._greedy = Ema(OPEN_WEIGHT), Ema(OPEN_WEIGHT)
+        if math.log2(count / max(self._open.mean, 0.1)) > GOVERNOR.sticky:
+            self._open, self._greedy = Ema(GOVERNOR.open_weight), Ema(GOVERNOR.open_weight)
         self._open.observe(count)
         exact = math.log2(max(1.0, self._open.mean))
-        size = self._load.size if abs(exact - self._load.size) < STICKY else round(exact)
+        size = self._load.size if abs(exact - self._load.size) < GOVERNOR.sticky else round(exact)
         if not sessions:
             self._load = self._load._replace(size=size)  # of the kind of the last ones
             return
         share = sum(session.greedy for session in sessions) / count
         self._greedy.observe(share)
-        greedy = share == 1.0 if size == 0 else self._greedy.mean > GREEDY[self._load.greedy]
+        greedy = share == 1.0 if size == 0 else self._greedy.mean > GOVERNOR.greedy[self._load.greedy]
         self._load = VerifierLoad(size, greedy, any(session.representative for session in sessions))
 
 
@@ -185,7 +180,7 @@ def _eligible(session: SteeredSession) -> bool:
 
 def _forced(session: SteeredSession) -> bool:
     """Return whether the session's plan decides how its drafters work."""
-    return session.terms.plan.depth > 0 and session.terms.plan.overlap in (Overlap.ALWAYS, Overlap.ROUNDS)
+    return session.terms.plan.depth > 0 and session.terms.plan.overlap in (PlanOverlap.ALWAYS, PlanOverlap.ROUNDS)
 
 
 def _first(sessions: Sequence[SessionT], wanted: int) -> Iterator[SessionT]:

@@ -8,16 +8,34 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-OVERHEAD_S = 0.0015  # seconds of a step outside the forward pass and the waits, before they are measured
-NEARBY, EVERYWHERE = 0.06, 0.04  # weight of one observation, at its neighbouring points and at all others
-FADING = 0.001  # share of a point's correction that each observation moves into the curve's common correction
-OVERHEAD_MEMORY = 0.99  # weight of the past in the time outside the pass, at each step
-MOST_SESSIONS = 32  # up to this many, the time outside the pass is assumed to be constant at first
-SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged, because the cost rises in steps
+from outrider.core.stats import LONG
+
+
+@dataclass(frozen=True, slots=True)
+class CostTuning:
+    """How the cost of a pass, and plain decoding's pace, are corrected by each step."""
+
+    overhead_s: float = 0.0015  # seconds of a step outside the forward pass and the waits, before they are measured
+    nearby: float = 0.06  # weight of one observation, at its neighbouring points
+    everywhere: float = 0.04  # weight of one observation, at all other points
+    fading: float = 0.001  # share of a point's own correction that each observation takes back
+    most_sessions: int = 32  # up to this many, the time outside the pass is assumed to be constant at first
+    slope_span: int = 8  # tokens over which the marginal cost is averaged, because the cost rises in steps
+    fades_s: float = 20.0  # time in which the weight of a plain step falls to 1 / e
+    longest_s: float = 1.0  # a longer step fades others as one of this length
+    prior_steps: float = 4.0  # weight of the sweep at start, or of the nearest load, in plain steps
+    least_steps: float = 0.1  # weight of the sweep for prefill, which it measures poorly; floor of both weights
+    prior_deviation: float = 0.05  # relative standard deviation of a step's time that is assumed at first
+    least_factor: float = 0.01  # floor of the factor of either kind of work
+    most_deviation: float = 2.0  # a step that takes longer than this multiple of the mean counts as this multiple
+
+
+COST = CostTuning()
 
 
 class CostModel:
@@ -31,7 +49,7 @@ class CostModel:
         self._scale = 0.0  # log of the common correction since the sweep
         self._own = [0.0] * len(sweep)  # log of each point's further correction
         self._larger = 1.0  # slope above the largest measured size, over the slope just below it
-        self._overhead = _Line(OVERHEAD_S, MOST_SESSIONS)
+        self._overhead = _Line(COST.overhead_s, COST.most_sessions)
         self._fit()
 
     def seconds(self, tokens: int) -> float:
@@ -46,7 +64,7 @@ class CostModel:
     def observe_overhead(self, sessions: int, seconds: float) -> None:
         """Record the seconds of a step outside its pass and its waits. An outlier counts as at most twice the expected
         ones."""
-        self._overhead.observe(sessions, min(seconds, 2.0 * max(self.overhead(sessions), OVERHEAD_S)))
+        self._overhead.observe(sessions, min(seconds, 2.0 * max(self.overhead(sessions), COST.overhead_s)))
 
     def in_tokens(self, decoding: int, read: int) -> float:
         """Return the time that reading `read` prompt tokens adds to a pass, in tokens: those that `decoding` sessions
@@ -63,12 +81,12 @@ class CostModel:
         """
         error = min(2.0, seconds / self.seconds(tokens)) - 1
         if tokens > self._tokens[-1]:
-            self._larger *= math.exp(error * NEARBY)
+            self._larger *= math.exp(error * COST.nearby)
             return
         above = bisect_left(self._tokens, tokens)
-        self._scale += error * EVERYWHERE
+        self._scale += error * COST.everywhere
         for index in range(max(0, above - 1), above + 1):
-            self._own[index] += error * (NEARBY - EVERYWHERE) - FADING * self._own[index]
+            self._own[index] += error * (COST.nearby - COST.everywhere) - COST.fading * self._own[index]
         self._fit()
 
     def points(self) -> list[tuple[int, float]]:
@@ -80,7 +98,7 @@ class CostModel:
         self._fitted = np.maximum.accumulate(self._sweep * np.exp(changed))
         # Every number of tokens that a step may ask for: a step asks some hundred times.
         self._table: list[float] = np.interp(range(self._tokens[-1] + 1), self._tokens, self._fitted).tolist()
-        span = min(SLOPE_SPAN, self._tokens[-1] - 1)
+        span = min(COST.slope_span, self._tokens[-1] - 1)
         rise = self._table[-1] - self._table[-1 - span] if span else 0.0
         self._slope = rise / span if rise else self._table[-1] / self._tokens[-1]
 
@@ -94,9 +112,8 @@ class _Line:
         self._y, self._xy = 4.0 * level, 2.0 * until * level
 
     def observe(self, x: float, y: float) -> None:
-        memory = OVERHEAD_MEMORY
-        self._count, self._x, self._xx = memory * self._count + 1.0, memory * self._x + x, memory * self._xx + x * x
-        self._y, self._xy = memory * self._y + y, memory * self._xy + x * y
+        self._count, self._x, self._xx = LONG * self._count + 1.0, LONG * self._x + x, LONG * self._xx + x * x
+        self._y, self._xy = LONG * self._y + y, LONG * self._xy + x * y
 
     def at(self, x: float) -> float:
         spread = self._count * self._xx - self._x**2
@@ -110,11 +127,11 @@ class VerificationBudget(NamedTuple):
     nodes: int  # how many of the best nodes
     expected: float  # tokens that the step is expected to commit
     seconds: float  # expected, from the end of the step before to the end of this one
-    price: float  # path score below which a node is not worth verifying
+    min_path_score: float  # path score below which a node is not worth verifying
 
 
 def choose_budget(
-    scores: Sequence[float], base: int, certain: float, cost: CostModel, outside: float = OVERHEAD_S
+    scores: Sequence[float], base: int, certain: float, cost: CostModel, outside: float = COST.overhead_s
 ) -> VerificationBudget:
     """Choose n to maximise (certain + scores[:n].sum()) / (t(base + n) + outside).
 
@@ -131,5 +148,5 @@ def choose_budget(
         if expected * best.seconds > best.expected * seconds:
             best = VerificationBudget(count, expected, seconds, score)
     here = base + best.nodes
-    slope = (cost.seconds(here + SLOPE_SPAN) - cost.seconds(here)) / SLOPE_SPAN
-    return best._replace(price=min(1.0, slope * best.expected / best.seconds))
+    slope = (cost.seconds(here + COST.slope_span) - cost.seconds(here)) / COST.slope_span
+    return best._replace(min_path_score=min(1.0, slope * best.expected / best.seconds))

@@ -9,17 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outrider.core.control.cost.budget import OVERHEAD_S, CostModel
-from outrider.core.stats import FadingRatio
+from outrider.core.control.cost.budget import COST, CostModel
+from outrider.core.stats import RECENT, FadingRatio
 
-MEMORY = 0.97  # weight of the past at each plain step
-FADES_S = 20.0  # time in which the weight of a plain step falls to 1 / e
-LONGEST_S = 1.0  # seconds; a longer step fades others as one of this length
-PRIOR_STEPS = 4.0  # weight of the sweep at start, or of the nearest load, in plain steps
-LEAST_STEPS = 0.1  # weight of the prior for prefill, in steps: the sweep measures it poorly; floor of both weights
-PRIOR_DEVIATION = 0.05  # relative standard deviation of a step's time that is assumed at first
-LEAST_FACTOR = 0.01  # floor of the factor of either kind of work
-MOST_DEVIATION = 2.0  # a step that takes longer than this multiple of the mean counts as this multiple
 CONFIDENCE = 1.96  # standard errors between the mean and a bound: 95 % lie between the bounds
 
 
@@ -59,7 +51,7 @@ class PlainPace:
 
     def observe(self, work: StepWork, seconds: float, *, plain: bool) -> None:
         """Record a step, `seconds` after the step before. Only a plain one is learned from."""
-        self._now += min(seconds, LONGEST_S)
+        self._now += min(seconds, COST.longest_s)
         if plain and (work.tokens or work.read):
             fit = self._fits.setdefault(_size(work.sessions), self._fit(work.sessions))
             fit.observe(self._modelled(work), seconds, self._now)
@@ -76,7 +68,7 @@ class PlainPace:
                     "tokens_per_s": self.tokens_per_s(2**size),
                     "relative_error": fit.standard_error(self._modelled(work)) / self.seconds(work),
                     "reading_ratio": fit.reading,
-                    "steps": round(fit.steps - PRIOR_STEPS),
+                    "steps": round(fit.steps - COST.prior_steps),
                 }
             )
         return known
@@ -85,7 +77,7 @@ class PlainPace:
         """Return the seconds for the work by the sweep alone. More tokens than sessions are several steps' work; a step
         without a session takes at least what one with a single session would."""
         rows = max(1, work.sessions)
-        step = self._cost.seconds(rows) + OVERHEAD_S
+        step = self._cost.seconds(rows) + COST.overhead_s
         reading = self._cost.seconds(max(1, work.sessions + work.read)) - self._cost.seconds(rows)
         return _Parts(step * (work.tokens / work.sessions if work.sessions else 1.0), reading)
 
@@ -119,12 +111,12 @@ class _Fit:
     def __init__(self, decoding: float, reading: float) -> None:
         self.decoding = decoding  # factors
         self.reading = reading
-        self._decoding, self._reading = PRIOR_STEPS, LEAST_STEPS  # the information matrix: its diagonal,
+        self._decoding, self._reading = COST.prior_steps, COST.least_steps  # the information matrix: its diagonal,
         self._both = 0.0  # and the other element
-        self.steps = PRIOR_STEPS  # effective number, of which earlier ones fade
-        self._squares = PRIOR_STEPS  # sum of the squares of their weights
-        squares = PRIOR_STEPS * (PRIOR_DEVIATION * decoding) ** 2
-        self._variance = FadingRatio(MEMORY, hits=squares, attempts=PRIOR_STEPS)  # of a step; does not fade with time
+        self.steps = COST.prior_steps  # effective number, of which earlier ones fade
+        self._squares = COST.prior_steps  # sum of the squares of their weights
+        squares = COST.prior_steps * (COST.prior_deviation * decoding) ** 2
+        self._variance = FadingRatio(hits=squares, attempts=COST.prior_steps)  # of a step; time fades none
         self._at = 0.0  # when the last step ended
 
     def seconds(self, modelled: _Parts) -> float:
@@ -141,15 +133,15 @@ class _Fit:
         """Add a step that ended at the time `now` and took `seconds`."""
         whole, expected = sum(modelled), self.seconds(modelled)
         x, y = modelled.decoding / whole, modelled.reading / whole
-        off = (min(seconds, MOST_DEVIATION * expected) - expected) / whole
-        faded, self._at = MEMORY * math.exp((self._at - now) / FADES_S), now
-        kept = (1.0 - faded) * LEAST_STEPS
+        off = (min(seconds, COST.most_deviation * expected) - expected) / whole
+        faded, self._at = RECENT * math.exp((self._at - now) / COST.fades_s), now
+        kept = (1.0 - faded) * COST.least_steps
         self._decoding = faded * self._decoding + x * x + kept
         self._reading = faded * self._reading + y * y + kept
         self._both = faded * self._both + x * y
         moved = off / self._determinant
-        self.decoding = max(LEAST_FACTOR, self.decoding + moved * (self._reading * x - self._both * y))
-        self.reading = max(LEAST_FACTOR, self.reading + moved * (self._decoding * y - self._both * x))
+        self.decoding = max(COST.least_factor, self.decoding + moved * (self._reading * x - self._both * y))
+        self.reading = max(COST.least_factor, self.reading + moved * (self._decoding * y - self._both * x))
         self.steps = faded * self.steps + 1.0
         self._squares = faded**2 * self._squares + 1.0
         self._variance.observe(off**2)

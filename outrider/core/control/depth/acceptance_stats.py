@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.core.session.contract import StepReport
+from outrider.core.stats import LONG
 
 DEPTHS = 64  # depths that are counted
 RANKS = 16  # ranks that are counted; the last one stands for all after it
-FIRST = 0.7  # acceptance probability of a token before the first observation
-PRIOR = 12.0  # observations that the prior from other sessions counts as
-MEMORY = 0.995  # weight of a session's past at each step
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputTuning:
+    """When and how far a plan changes."""
+
+    weight: float = 0.1  # weight of one step in an average
+    dwell_s: float = 1.0  # seconds between two plans at least
+    slack: float = 0.1  # share by which the chosen depth, a ceiling, may be slower than the best one
+    width_share: float = 0.98  # share of committed nodes that a plan's width must contain
+    min_prior_steps: int = 64  # steps of other sessions from which on new ones start with their depth
+    first_acceptance: float = 0.7  # probability that a token is accepted, before the first observation
+    prior: float = 12.0  # observations that the prior from other sessions counts as
+
+
+GOODPUT = GoodputTuning()
 
 
 class AcceptanceCounts:
@@ -76,7 +91,7 @@ class Acceptance:
 
     def observe(self, report: StepReport) -> None:
         """Add a step that verified at least one node."""
-        self._own.scale(MEMORY)
+        self._own.scale(LONG)
         self._own.observe(report)
 
     def reach(self, depth: int) -> list[float]:
@@ -85,7 +100,7 @@ class Acceptance:
         A depth without observations has the acceptance rate of the level above.
         """
         chances: list[float] = []
-        last, path = FIRST, 1.0
+        last, path = GOODPUT.first_acceptance, 1.0
         for index in range(min(depth, DEPTHS)):
             prior = _mean(self._others, index, last)
             last = _mean(self._own, index, prior)
@@ -100,4 +115,4 @@ class Acceptance:
 
 
 def _mean(counts: AcceptanceCounts, index: int, prior: float) -> float:
-    return float((counts.reached[index] + PRIOR * prior) / (counts.tried[index] + PRIOR))
+    return float((counts.reached[index] + GOODPUT.prior * prior) / (counts.tried[index] + GOODPUT.prior))

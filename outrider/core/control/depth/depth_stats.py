@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 from outrider.core.session.contract import StepReport
 
 DEEPEST = 64  # largest depth of a plan
@@ -15,32 +12,18 @@ class Depths:
 
     def __init__(self) -> None:
         self.steps = self.verified = self.accepted = 0
-        self._tried = [0] * (DEEPEST + 1)  # steps whose deepest verified node was there
-        self._reached = [0] * (DEEPEST + 1)  # steps whose accepted path ended there
+        self.tried: list[int] = []  # [depth - 1] steps that verified a node at each depth
+        self.reached: list[int] = []  # [depth - 1] steps whose accepted path reached each depth
 
     def observe(self, report: StepReport) -> None:
         """Add one step. A step that verified no node is ignored."""
-        if report.verified:
-            self.steps += 1
-            self.verified += report.verified
-            self.accepted += report.accepted
-            self._tried[min(report.verified_depth, DEEPEST)] += 1
-            self._reached[min(report.accepted, DEEPEST)] += 1
-
-    @property
-    def tried(self) -> list[int]:
-        """Steps that verified a node at each depth: [depth - 1]."""
-        return _beyond(self._tried)
-
-    @property
-    def reached(self) -> list[int]:
-        """Steps whose accepted path reached each depth: [depth - 1], as long as `tried`."""
-        reached = _beyond(self._reached)
-        return reached + [0] * (len(self.tried) - len(reached))
-
-
-def _beyond(ends: Sequence[int]) -> list[int]:
-    counts = [*accumulate(reversed(ends))][-2::-1]
-    while counts and not counts[-1]:
-        counts.pop()
-    return counts
+        if not report.verified:
+            return
+        self.steps += 1
+        self.verified += report.verified
+        self.accepted += report.accepted
+        deepest = min(max(report.verified_depth, report.accepted), DEEPEST)
+        for counts, reached in ((self.tried, report.verified_depth), (self.reached, report.accepted)):
+            counts += [0] * (deepest - len(counts))
+            for depth in range(min(reached, DEEPEST)):
+                counts[depth] += 1

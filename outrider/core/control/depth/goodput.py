@@ -1,48 +1,59 @@
-"""The goodput policy: the drafting depth with the most tokens per second, or no drafting where drafting does not pay.
+"""The goodput policy: the drafting depth with the most tokens per second, from measured times and acceptance rates.
 
-Source: the goodput of TurboSpec (arXiv 2406.14066), see `outrider.core.control.depth.goodput_model` and
-docs/decisions/0012-goodput-decides-how-far.md. The policy takes all times from the verifier's reports, so that a
-simulation can run the same code.
+The verifier takes only nodes that are worth their rows, so the only cost of a depth here is the time for which a step
+is held back for it. A step commits 1 + the sum of the probabilities to reach each depth (OPT-Tree, arXiv 2406.17276,
+section 3); it takes its own time plus the hold. This is TurboSpec's goodput (arXiv 2406.14066) with the round trip
+included. All times are from the verifier's reports, so that a simulation can run the same code. See
+docs/decisions/0012-goodput-decides-how-far.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.core.control.depth.acceptance_stats import Acceptance, AcceptanceCounts
-from outrider.core.control.depth.goodput_model import GoodputInputs, best_depth
+from outrider.core.control.depth.acceptance_stats import GOODPUT, Acceptance, AcceptanceCounts
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.stats import Ema
 
-EMA_WEIGHT = 0.1  # weight of one step in an average
-DWELL_S = 1.0  # seconds between two plans at least
-SLACK = 0.1  # share by which the chosen depth may be slower than the best one, because the depth is a ceiling
-MIN_STEPS = 12  # steps under a plan before the plan may change
-WIDTH_SHARE = 0.98  # share of committed nodes that a plan's width must contain
 SHOWN_DEPTHS = 8  # depths whose acceptance estimates() returns
-MIN_PRIOR_STEPS = 64  # steps of other sessions from which on a new session starts with a depth from their averages
 
 
-class Average(Ema):
-    """A moving average of a value, and of the value's absolute deviation from it."""
+@dataclass(frozen=True, slots=True)
+class GoodputInputs:
+    """Averages over one session's steps. Times are in seconds."""
 
-    __slots__ = ("spread",)
+    step: float  # from commit to commit, without holds
+    first: float  # from a commit to the first level: round trip, queue, one pass of the drafter
+    level: float  # for each further level
+    hidden: float = 0.0  # drafting time that does not hold a step back
+    others: float = 0.0  # tokens that other sessions commit in a step
 
-    def __init__(self) -> None:
-        super().__init__(EMA_WEIGHT, warm_up=True)
-        self.spread = 0.0
 
-    @property
-    def known(self) -> bool:
-        """Whether a value was observed."""
-        return self.count > 0
+def speed(depth: int, reach: Sequence[float], inputs: GoodputInputs) -> float:
+    """Return the tokens per second of all sessions that share the steps, if this session is drafted `depth` levels.
 
-    def observe(self, value: float) -> None:
-        """Add a value."""
-        if self.known:
-            self.spread += self.next_weight * (abs(value - self.mean) - self.spread)
-        super().observe(value)
+    `reach` holds the probability that each depth is accepted: [>= depth].
+    """
+    held = max(0.0, inputs.first + (depth - 1) * inputs.level - inputs.hidden) if depth else 0.0
+    return (inputs.others + 1.0 + sum(reach[:depth])) / (inputs.step + held)
+
+
+def best_depth(reach: Sequence[float], inputs: GoodputInputs, slack: float = 0.0) -> int:
+    """Return how deep drafters may run; 0 where plain decoding is as fast.
+
+    The result is the deepest depth that is at most the share `slack` slower than the best one: the probabilities are
+    averages, and where a path is more certain than average the verifier takes more of it.
+    """
+    speeds = [speed(depth, reach, inputs) for depth in range(len(reach) + 1)]
+    enough = (1.0 - slack) * max(speeds)
+    return 0 if speeds[0] == max(speeds) else max(depth for depth, each in enumerate(speeds) if each >= enough)
+
+
+def average() -> Ema:
+    """Return an average of some tens of the latest steps."""
+    return Ema(GOODPUT.weight, warm_up=True)
 
 
 @dataclass(slots=True)
@@ -52,17 +63,17 @@ class AcceptancePriors:
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     # The part of `counts` that was not sent to other routers yet.
     fresh: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    first: Average = field(default_factory=Average)  # from a commit to the first level
-    level: Average = field(default_factory=Average)  # for each further level
-    step: Average = field(default_factory=Average)  # from commit to commit, without holds
-    hidden: Average = field(default_factory=Average)  # drafting time that does not hold a step back
+    first: Ema = field(default_factory=average)  # from a commit to the first level
+    level: Ema = field(default_factory=average)  # for each further level
+    step: Ema = field(default_factory=average)  # from commit to commit, without holds
+    hidden: Ema = field(default_factory=average)  # drafting time that does not hold a step back
 
     def observe(self, report: StepReport) -> None:
         """Add a step that verified at least one node."""
         self.counts.observe(report)
         self.fresh.observe(report)
 
-    def times(self) -> dict[str, Average]:
+    def times(self) -> dict[str, Ema]:
         """Return the averages by name."""
         return {"first": self.first, "level": self.level, "step": self.step, "hidden": self.hidden}
 
@@ -71,7 +82,7 @@ class AcceptancePriors:
         return {
             "steps": self.counts.steps,
             "reach": Acceptance(self.counts).reach(SHOWN_DEPTHS),
-            **{f"{name}_s": average.mean for name, average in self.times().items()},
+            **{f"{name}_s": time.mean for name, time in self.times().items()},
         }
 
 
@@ -87,12 +98,11 @@ class Goodput:
         self._ceilings = ceilings
         self._priors = priors or AcceptancePriors()
         self._acceptance = Acceptance(self._priors.counts)
-        self._own = Average()  # tokens that a step commits for this session
-        self._others = Average()  # tokens that a step commits for all other sessions
+        self._own = average()  # tokens that a step commits for this session
+        self._others = average()  # tokens that a step commits for all other sessions
         self._seconds = 0.0  # since the plan changed
-        self._steps = 0  # since the plan changed
         self._plan = replace(ceilings, version=1)
-        if self._priors.counts.steps >= MIN_PRIOR_STEPS:
+        if self._priors.counts.steps >= GOODPUT.min_prior_steps:
             self._plan = self._plan_with(self._wanted())
 
     def observe(self, report: StepReport) -> None:
@@ -101,13 +111,12 @@ class Goodput:
             return  # the time of the first token is that of the prompt, and a plain step shows nothing of drafters
         seconds = report.elapsed_us * 1e-6
         self._seconds += seconds
-        self._steps += 1
         self._learn(report, seconds)
-        if self._seconds < DWELL_S or self._steps < MIN_STEPS:
+        if self._seconds < GOODPUT.dwell_s:
             return
         wanted = self._wanted()
         if abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 2):
-            self._change(wanted)
+            self._seconds, self._plan = 0.0, self._plan_with(wanted)
 
     def plan(self) -> Plan:
         """Return the ceilings with the present depth."""
@@ -117,7 +126,7 @@ class Goodput:
         """Return what is estimated of the session, beside the priors that it shares."""
         return {
             "depth": self._plan.depth,
-            "wanted_depth": self._wanted() if self._priors.step.known else self._plan.depth,
+            "wanted_depth": self._wanted() if self._priors.step.count else self._plan.depth,
             "reach": self._acceptance.reach(SHOWN_DEPTHS),
             "tokens_per_step": self._own.mean,
             "others_tokens_per_step": self._others.mean,
@@ -145,26 +154,12 @@ class Goodput:
 
         Where no wait pays, drafters can only draft ahead of the steps, and the depth is the ceiling.
         """
-        best, priors = best_depth(self._reach(), self._inputs(), SLACK), self._priors
+        priors, others = self._priors, self._others.mean
+        inputs = GoodputInputs(priors.step.mean, priors.first.mean, priors.level.mean, priors.hidden.mean, others)
+        best = best_depth(self._acceptance.reach(self._ceilings.depth), inputs, GOODPUT.slack)
         behind = priors.first.mean * self._own.mean / priors.step.mean if priors.step.mean else 0.0
         return min(self._ceilings.depth, best + round(behind)) if best else self._ceilings.depth
 
-    def _reach(self) -> list[float]:
-        return self._acceptance.reach(self._ceilings.depth)
-
-    def _inputs(self) -> GoodputInputs:
-        priors = self._priors
-        return GoodputInputs(
-            priors.step.mean, priors.first.mean, priors.level.mean, priors.hidden.mean, self._others.mean
-        )
-
-    def _change(self, depth: int) -> None:
-        self._seconds, self._steps = 0.0, 0
-        self._plan = self._plan_with(depth)
-
     def _plan_with(self, depth: int) -> Plan:
-        top, priors, version = self._ceilings, self._priors, self._plan.version + 1
-        width = min(top.width, self._acceptance.width(WIDTH_SHARE))
-        longest = 2 * priors.first.mean + depth * priors.level.mean + 4 * priors.first.spread
-        wait_us = min(top.wait_us, int(longest * 1e6)) if priors.first.mean else top.wait_us
-        return replace(top, version=version, depth=depth, width=width, wait_us=wait_us)
+        width = min(self._ceilings.width, self._acceptance.width(GOODPUT.width_share))
+        return replace(self._ceilings, version=self._plan.version + 1, depth=depth, width=width)

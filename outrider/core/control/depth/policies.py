@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outrider.core.control.depth.goodput import AcceptancePriors, Goodput
-from outrider.core.session.contract import OFF, Overlap, Plan, StepReport
+from outrider.core.session.contract import OFF, Plan, PlanOverlap, StepReport
 from outrider.core.stats import Ema
 from outrider.errors import InvalidRequest
 
@@ -51,7 +51,7 @@ class RoundsPolicy(FixedGamma):
 
     def __init__(self, ceilings: Plan) -> None:
         depth = min(ceilings.depth, ceilings.nodes)
-        super().__init__(replace(ceilings, depth=depth, width=1, nodes=depth, overlap=Overlap.ROUNDS))
+        super().__init__(replace(ceilings, depth=depth, width=1, nodes=depth, overlap=PlanOverlap.ROUNDS))
 
 
 class NoSpeculation(FixedGamma):

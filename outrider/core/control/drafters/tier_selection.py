@@ -9,31 +9,32 @@ second.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from outrider.core.stats import FadingRatio
+from outrider.core.control.trials import pause_after
+from outrider.core.stats import QUICK, FadingRatio
 
 Tiers = frozenset[int]
-MEMORY = 0.95  # weight of the past at each window
-ALL_SETS = 3  # up to this many tiers every set is tried; beyond, all tiers, all but one, and single tiers
 
 
-class Speed(FadingRatio):
-    """Tokens per second over some tens of the latest windows."""
+@dataclass(frozen=True, slots=True)
+class TierTuning:
+    """How sets of tiers are compared."""
 
-    __slots__ = ("windows",)
+    all_sets: int = 3  # up to this many tiers every set is tried; beyond, all tiers, all but one, and single tiers
+    heats: int = 2  # rounds at the beginning, in each of which an arm has one window
+    finalists: int = 3  # arms of all heats but the first, at most
+    heat_s: float = 0.4  # of a window in a heat
+    window_s: float = 2.0  # of a window later
+    proof: tuple[int, int] = (1, 4)  # windows of a trial: at least, and at most
+    clear: float = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
 
-    def __init__(self) -> None:
-        super().__init__(MEMORY)
-        self.windows = 0
 
-    def observe(self, hits: float, attempts: float = 1.0) -> None:
-        """Add a window: its tokens, and its seconds."""
-        self.windows += 1
-        super().observe(hits, attempts)
+TIERS = TierTuning()
 
 
 class TierSelector:
@@ -41,32 +42,25 @@ class TierSelector:
     the others are tried again for a small share of the time. An observation is a time window, not a step.
 
     It begins with heats: each arm has a window, and each that was not clearly slower than the fastest has another one,
-    until one is left, or HEATS are over. So three tiers, seven sets, are settled after some ten short windows; earlier
-    where an arm uses up the verifier's delay budget, and some other is known to pay.
+    until one is left, or two heats are over. So three tiers, seven sets, are settled after ten short windows; earlier
+    where an arm uses up the verifier's delay budget, and some other is known to pay. Trials are not in blocks A B B A
+    (`PairedTrial`), because drafters that begin read the text first: each change of the arm costs a part of a window.
     """
-
-    HEATS = 2
-    FINALISTS = 3  # arms of all heats but the first, at most
-    HEAT_S, WINDOW_S = 0.4, 2.0  # of a window in a heat, and later
-    PROOF = (1, 4)  # windows of a trial: at least, and at most
-    CLEAR = 1.3  # ratio of two arms' speeds from which the smaller number of windows suffices
-    ENOUGH = 400  # work since the change, for example tokens, from which the smaller number of windows suffices
-    LOSS = 0.01  # share of the time that trials of one arm may cost
-    APART = 5.0  # time between two trials of an arm at least, in multiples of a trial's duration
 
     def __init__(self, arms: Iterable[Tiers]) -> None:
         """`arms`: in the order of the first heat."""
-        self._speeds = {arm: Speed() for arm in arms}
+        self._speeds = {arm: FadingRatio(QUICK) for arm in arms}
         self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until an arm is tried again
+        self._seen: Counter[Tiers] = Counter()  # windows of each arm
         self._heats = 0  # heats that are over
         self._heat = deque(self._speeds)  # arms whose window in this heat is to come
-        self.arm = self._kept = self._heat.popleft()  # the arm to use now, and the fastest
-        self._begin()
+        self._follow(self._heat.popleft())
+        self._kept = self.arm  # the fastest
 
     @property
     def window_s(self) -> float:
         """The seconds that a window should have."""
-        return self.WINDOW_S if self._settled else self.HEAT_S
+        return TIERS.window_s if self._settled else TIERS.heat_s
 
     @property
     def long_rest_s(self) -> float:
@@ -83,16 +77,17 @@ class TierSelector:
         self._seconds += seconds
         self._windows += 1
         self._speeds[self.arm].observe(done, seconds)
+        self._seen[self.arm] += 1
         for arm in self._due:
             self._due[arm] -= seconds
         if not self._settled:
             if rested:
                 self._give_up(done / seconds)
-            if self._seconds >= self.HEAT_S:
+            if self._seconds >= TIERS.heat_s:
                 self._next_in_heat()
             return
-        least, most = self.PROOF
-        if self._windows >= most or (self._windows >= least and (self._clear or self._done >= self.ENOUGH)):
+        least, most = TIERS.proof
+        if self._windows >= most or (self._windows >= least and self._clear):
             self._select_arm()
 
     def estimates(self) -> dict[str, Any]:
@@ -102,12 +97,8 @@ class TierSelector:
             "arm": self.name(self.arm),
             "settled": self._settled,
             "arms": {
-                self.name(arm): {
-                    "per_s": speed.ratio,
-                    "windows": speed.windows,
-                    "trial_in_s": max(0.0, self._due[arm]),
-                }
-                for arm, speed in tuple(self._speeds.items())
+                self.name(arm): {"per_s": it.ratio, "windows": self._seen[arm], "trial_in_s": max(0.0, self._due[arm])}
+                for arm, it in tuple(self._speeds.items())
             },
         }
 
@@ -118,7 +109,7 @@ class TierSelector:
 
     @property
     def _settled(self) -> bool:
-        return self._heats >= self.HEATS
+        return self._heats >= TIERS.heats
 
     def _give_up(self, plain: float) -> None:
         """Take account of an arm that has used up the verifier's delay budget, so that plain decoding is in force.
@@ -126,8 +117,8 @@ class TierSelector:
         Another such arm would cost seconds of it. So the heats are over if some arm was clearly faster than plain
         decoding; if none was, arms with the same first tier, which drafts for the target, have no turn.
         """
-        if max(speed.ratio for speed in self._speeds.values()) >= self.CLEAR * plain:
-            self._heats = self.HEATS - 1
+        if max(speed.ratio for speed in self._speeds.values()) >= TIERS.clear * plain:
+            self._heats = TIERS.heats - 1
             self._heat.clear()
         else:
             self._heat = deque(arm for arm in self._heat if min(arm) != min(self.arm))
@@ -138,11 +129,11 @@ class TierSelector:
             self._heats += 1
             order = sorted(self._speeds, key=lambda arm: -self._speeds[arm].ratio)
             best = self._speeds[order[0]].ratio
-            again = [it for it in order[: self.FINALISTS] if self._speeds[it].ratio * self.CLEAR >= best]
+            again = [it for it in order[: TIERS.finalists] if self._speeds[it].ratio * TIERS.clear >= best]
             if self._settled or len(again) < 2:
-                self._heats = self.HEATS
+                self._heats = TIERS.heats
                 self._kept = order[0]
-                apart = self.APART * self.PROOF[0] * self.WINDOW_S
+                apart = pause_after(0.0, TIERS.proof[0] * TIERS.window_s)
                 self._due = {arm: apart * place for place, arm in enumerate(order)}
                 self._follow(order[0])
                 return
@@ -152,27 +143,24 @@ class TierSelector:
     @property
     def _clear(self) -> bool:
         speeds = sorted(self._speeds[arm].ratio for arm in (self.arm, self._kept))
-        return speeds[1] > self.CLEAR * speeds[0]
+        return speeds[1] > TIERS.clear * speeds[0]
 
     def _select_arm(self) -> None:
         if self.arm == self._kept:
             due = min((arm for arm in self._due if arm != self.arm), key=lambda arm: self._due[arm])
             if self._due[due] <= 0.0:
-                self._speeds[due] = Speed()
+                self._speeds[due] = FadingRatio(QUICK)
                 self._follow(due)
             return
         loser, winner = sorted((self.arm, self._kept), key=lambda arm: self._speeds[arm].ratio)
         usual = self._speeds[self._kept].ratio
         lost = self._seconds - self._done / usual if usual else 0.0
-        self._due[loser] = max(lost / self.LOSS, self.APART * self._seconds)
+        self._due[loser] = pause_after(lost, self._seconds)
         self._kept = winner
         self._follow(winner)
 
     def _follow(self, arm: Tiers) -> None:
-        self.arm = arm
-        self._begin()
-
-    def _begin(self) -> None:
+        self.arm = arm  # to use now
         self._windows, self._done, self._seconds = 0, 0.0, 0.0  # since the last change
 
 
@@ -196,7 +184,7 @@ class TierSwitch:
     def window_s(self, present: Tiers, greedy: bool) -> float:
         """Return the seconds that a window should have, after which the tiers that draft may change."""
         selector = self._selectors.get((present, greedy))
-        return TierSelector.WINDOW_S if selector is None else selector.window_s
+        return TIERS.window_s if selector is None else selector.window_s
 
     def long_rest_s(self, present: Tiers, greedy: bool) -> float:
         """Return the seconds of a rest of the drafters that count as a window; infinity if none does."""
@@ -227,6 +215,6 @@ def _sets(present: Tiers) -> list[Tiers]:
     whose first tier is small (a high number) and has tiers below it; the lowest tier alone, mostly a lookup, is last.
     """
     count = len(present)
-    sizes = range(count, 0, -1) if count <= ALL_SETS else (count, count - 1, 1)
+    sizes = range(count, 0, -1) if count <= TIERS.all_sets else (count, count - 1, 1)
     sets = [frozenset(some) for size in sizes for some in combinations(sorted(present), size)]
     return sorted(sets, key=lambda some: -1 if min(some) == max(present) else min(some), reverse=True)

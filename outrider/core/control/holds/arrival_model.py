@@ -7,12 +7,23 @@ docs/control.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+from outrider.core.control.trials import TrialSchedule
 from outrider.core.stats import Ema
 
-EMA_WEIGHT = 0.15  # weight of one delta in an average
-LEAST_PATIENCE = 1.25  # of a delta's mean delay: how long a step waits for it at least
+
+@dataclass(frozen=True, slots=True)
+class HoldTuning:
+    """How long a step waits for deltas."""
+
+    weight: float = 0.15  # of one delta in an average
+    least_patience: float = 1.25  # of a delta's mean delay: how long a step waits for it at least
+    retry_steps: tuple[int, int] = (2, 64)  # steps without a wait before one is tried: at first, and at most
+
+
+HOLDS = HoldTuning()
 
 
 class ArrivalPattern:
@@ -30,11 +41,6 @@ class ArrivalPattern:
         """Deltas after a commit of which something is known."""
         return len(self._delays)
 
-    @property
-    def gains(self) -> list[float]:
-        """Expected tokens that each delta adds."""
-        return [gain.mean for gain in self._gains]
-
     def estimates(self) -> list[dict[str, float]]:
         """Return what is estimated of each delta after a commit."""
         pairs = zip(tuple(self._delays), tuple(self._gains), strict=False)
@@ -42,9 +48,9 @@ class ArrivalPattern:
 
     def learn(self, index: int, delay: float, gain: float) -> None:
         if index == len(self._delays) and index < self.DEPTH:
-            self._delays.append(Ema(EMA_WEIGHT, warm_up=True))
-            self._deviations.append(Ema(EMA_WEIGHT, warm_up=True))
-            self._gains.append(Ema(EMA_WEIGHT, warm_up=True))
+            self._delays.append(Ema(HOLDS.weight, warm_up=True))
+            self._deviations.append(Ema(HOLDS.weight, warm_up=True))
+            self._gains.append(Ema(HOLDS.weight, warm_up=True))
         if index < len(self._delays):
             known = self._delays[index].mean or 0.75 * delay  # at first the delay may be a quarter wrong
             self._deviations[index].observe(abs(delay - known))
@@ -66,7 +72,7 @@ class ArrivalPattern:
             return 0.0
         place = min(index, self.known - 1)
         delay = self._delays[place].mean
-        return min(2.0 * delay, max(LEAST_PATIENCE * delay, delay + 4.0 * self._deviations[place].mean))
+        return min(2.0 * delay, max(HOLDS.least_patience * delay, delay + 4.0 * self._deviations[place].mean))
 
     def forecast(self, index: int) -> tuple[float, float]:
         """Return the expected delay in seconds and the gain in tokens of delta `index`.
@@ -78,49 +84,37 @@ class ArrivalPattern:
         return self._delays[-1].mean, self._gains[-1].mean / 2
 
 
-class HoldTrials:
-    """Schedules trial waits after waiting did not pay. The interval doubles with every trial, up to a maximum."""
-
-    FIRST, LAST = 2, 64  # steps without a wait before a trial: at first, and at most
-
-    def __init__(self) -> None:
-        self.interval = self.FIRST  # steps without a wait before a trial
-        self._unwaited = 0
-        self._at = 0.0
-
-    def step(self, now: float) -> None:
-        """Count a step that ended at `now`. Several sessions of one step count once."""
-        if now != self._at:
-            self._unwaited += 1
-            self._at = now
-
-    @property
-    def due(self) -> bool:
-        """Whether a trial is due."""
-        return self._unwaited >= self.interval
-
-    def wait(self, *, trial: bool) -> None:
-        """Record that a wait begins: as a trial, or because waiting pays."""
-        self.interval = min(self.LAST, 2 * self.interval) if trial else self.FIRST
-        self._unwaited = 0
-
-
-class ArrivalPatterns(NamedTuple):
-    """Arrival patterns that the sessions of a verifier share, so that a new session starts with known patterns.
+class ArrivalPatterns:
+    """Arrival patterns that the sessions of a verifier share, so that a new session starts with known patterns; and
+    when a step is held back to see whether that pays again.
 
     Deltas after a commit that keeps a part of the tree follow another pattern than deltas after one that keeps nothing;
     and the first deltas of a drafter that begins with a session, or again after a rest, yet another: it reads first.
     """
 
-    fresh: ArrivalPattern
-    kept: ArrivalPattern
-    starting: ArrivalPattern
-    trials: HoldTrials
+    def __init__(self) -> None:
+        self.fresh, self.kept, self.starting = (ArrivalPattern() for _ in range(3))
+        self._trials = TrialSchedule(HOLDS.retry_steps)
+        self._trials.fail(0)
+        self._steps = 0  # of all sessions
+        self._at = 0.0  # when the last one ended
 
-    @classmethod
-    def unknown(cls) -> ArrivalPatterns:
-        """Return patterns without observations."""
-        return cls(ArrivalPattern(), ArrivalPattern(), ArrivalPattern(), HoldTrials())
+    def step(self, now: float) -> None:
+        """Count a step that ended at `now`. Several sessions of one step count once."""
+        if now != self._at:
+            self._steps += 1
+            self._at = now
+
+    @property
+    def trial_in_steps(self) -> int:
+        """Steps without a wait until the next trial."""
+        return max(0, round(self._trials.due) - self._steps)
+
+    def wait(self, *, trial: bool) -> None:
+        """Record that a wait begins: as a trial, or because waiting pays."""
+        if not trial:
+            self._trials.forgive(self._steps)
+        self._trials.fail(self._steps)
 
     def after(self, expected: float) -> ArrivalPattern:
         """Return the pattern of deltas after a commit that leaves a tree of `expected` tokens."""
@@ -133,7 +127,7 @@ class ArrivalPatterns(NamedTuple):
             "fresh": self.fresh.estimates(),
             "kept": self.kept.estimates(),
             "starting": self.starting.estimates(),
-            "trial_after_steps": self.trials.interval,
+            "trial_in_steps": self.trial_in_steps,
         }
 
 
@@ -175,7 +169,7 @@ class Arrivals:
             self._last = now
         self.starting, self._started = self.starting or resting, not resting
         self._pattern = self._patterns.after(expected)
-        self._patterns.trials.step(now)
+        self._patterns.step(now)
         self._count = 0
         self._expected = expected
         self._quiet = not self.starting
@@ -187,7 +181,7 @@ class Arrivals:
         """Treat a drafter that is late as any other: it may be too slow to send anything before the next commit."""
         starting, self.starting = self._patterns.starting, False
         if starting.known:
-            starting.learn(0, now - self._last, starting.gains[0])
+            starting.learn(0, now - self._last, starting.forecast(0)[1])
 
     def arrived(self, now: float, expected: float, *, passing: bool) -> None:
         """Record that a delta arrived at `now`, during a pass or not. A step over the tree would now commit `expected`
@@ -211,7 +205,7 @@ class Arrivals:
     @property
     def due(self) -> bool:
         """Whether a trial wait is due or runs: at once where nothing is known of such deltas."""
-        return self._count == 0 and (self._waited or not self.learned or self._patterns.trials.due)
+        return self._count == 0 and (self._waited or not self.learned or not self._patterns.trial_in_steps)
 
     def later(self, now: float, seconds: float, rate: float) -> bool:
         """Return whether to run a step of `seconds` first and wait for the starting drafter afterwards. A second is
@@ -268,8 +262,8 @@ class Arrivals:
 
     def wait(self, *, trial: bool) -> None:
         """Record that a step waits for the next delta: as a trial, or because waiting pays."""
-        if not trial or self._patterns.trials.due:
-            self._patterns.trials.wait(trial=trial)
+        if not trial or not self._patterns.trial_in_steps:
+            self._patterns.wait(trial=trial)
         self._waited = True
 
 

@@ -37,13 +37,11 @@ class HoldPolicy:
     pays. All times are in seconds."""
 
     def __init__(self) -> None:
-        self._patterns: dict[
-            bool, ArrivalPatterns
-        ] = {}  # by whether a session is greedy, because drafters predict greedy text better
+        self._patterns: dict[bool, ArrivalPatterns] = {}  # by whether a session is greedy: drafters do better there
 
     def patterns(self, *, greedy: bool) -> ArrivalPatterns:
         """Return the arrival patterns that greedy, or other, sessions share."""
-        return self._patterns.setdefault(greedy, ArrivalPatterns.unknown())
+        return self._patterns.setdefault(greedy, ArrivalPatterns())
 
     def required_hold(self, sessions: Sequence[SessionT], now: float) -> tuple[SessionT | None, float]:
         """Return the first session whose plan still forbids a step, and the seconds for which it does; None and 0 if
@@ -77,11 +75,8 @@ class HoldPolicy:
 
     def estimates(self) -> dict[str, Any]:
         """Return what is expected after a commit, of greedy and of other sessions."""
-        return {_kind(greedy): patterns.estimates() for greedy, patterns in tuple(self._patterns.items())}
-
-
-def _kind(greedy: bool) -> str:
-    return "greedy" if greedy else "sampled"
+        kinds = {False: "sampled", True: "greedy"}
+        return {kinds[greedy]: patterns.estimates() for greedy, patterns in tuple(self._patterns.items())}
 
 
 def _left(session: HeldSession, now: float) -> float:

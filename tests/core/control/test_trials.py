@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.core.control.paired_trial import BLOCK_STEPS, PairedDifference, PairedTrial
+from outrider.core.control.trials import TRIALS, PairedDifference, PairedTrial, TrialSchedule, pause_after
 
-STEPS = BLOCK_STEPS[1]
+STEPS = TRIALS.block_steps[1]
 
 
 def compared(pairs: int, speed: Callable[[bool, float], float]) -> PairedTrial:
@@ -73,3 +73,45 @@ def test_a_disturbed_pair_begins_again_with_its_first_arm() -> None:
     assert (trial.challenged, trial.blocks) == (True, 1)
     trial.restart_pair()
     assert (trial.challenged, trial.blocks) == (False, 0)
+
+
+def test_a_trial_is_decided_by_its_interval_and_when_there_were_enough_pairs_by_its_mean() -> None:
+    faster = compared(TRIALS.min_pairs, lambda challenged, now: (1.2 if challenged else 1.0) * math.exp(0.001 * now))
+    assert [faster.verdict(margin, 0.0) for margin in (0.1, 0.5)] == [True, False]
+    few = compared(TRIALS.min_pairs - 1, lambda challenged, _: 2.0 if challenged else 1.0)
+    assert few.verdict(0.0, 0.0) is None
+    draws = random.Random(1)
+
+    def unclear(pairs: int) -> PairedTrial:
+        return compared(pairs, lambda challenged, _: draws.lognormvariate(0.2 if challenged else 0.0, 1.0))
+
+    assert unclear(TRIALS.min_pairs).verdict(0.0, 0.0) is None
+    enough = unclear(TRIALS.max_pairs)
+    assert enough.difference.low < 0.0 < enough.difference.high
+    assert [enough.verdict(0.0, enough.difference.mean + off) for off in (-0.01, 0.01)] == [True, False]
+
+
+def test_what_a_side_lost_is_the_time_that_the_other_would_not_have_taken() -> None:
+    trial = PairedTrial(PairedDifference())
+    trial.spend(10.0, 10.0, challenged=False)
+    trial.spend(10.0, 15.0, challenged=True)
+    assert trial.lasted == 25.0
+    assert trial.lost(by_challenger=True) == pytest.approx(5.0)
+    assert trial.lost(by_challenger=False) == 0.0
+
+
+def test_pauses_make_up_for_losses_and_double_with_each_failure_up_to_a_bound() -> None:
+    assert pause_after(1.0) == 1.0 / TRIALS.loss
+    assert pause_after(0.0, 2.0) == 2.0 * TRIALS.apart
+    schedule = TrialSchedule((4.0, 30.0))
+    pauses = []
+    for now in range(0, 500, 100):
+        schedule.fail(now)
+        pauses.append(schedule.due - now)
+    assert pauses == [4.0, 8.0, 16.0, 30.0, 30.0]
+    schedule.forgive(401.0)
+    assert schedule.due == 405.0
+    schedule.fail(500.0, lasted=1.0)
+    assert schedule.due == 500.0 + TRIALS.apart
+    schedule.fail(600.0, lost=1.0)
+    assert schedule.due == 630.0
