@@ -9,7 +9,7 @@ bfloat16. A slot that was copied from another one shares its pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
 from outrider.engine.interface.features import Features
 from outrider.engine.interface.logits import BestTokens, HostLogits, Logits
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.tensor_parallel.group import ALONE, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
@@ -102,45 +103,29 @@ class CpuEngine(Engine):
         self._hidden = np.empty((0, 0), np.float32)
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        dtype: Dtype,
-        layers: int | None = None,
-        skip: Collection[int] = (),
-        slots: int,
-        rows: int | None = None,
-        threads: int | None = None,
-        group: SocketGroup | SingleRank = ALONE,
-        features: Features | None = None,
-        progress: Callable[[float], None] | None = None,
-        instructions: str = "",
-        kv_memory: int | None = None,
-    ) -> CpuEngine:
-        """Load a checkpoint folder; for the other parameters see `load_engine`.
-
-        `instructions`: the instruction set to use; "": the best one. `kv_memory`: bytes for the KV of all slots
-        together; None: as much as they can take.
+    def load(cls, path: Path, settings: EngineSettings) -> CpuEngine:
+        """Load a checkpoint folder, or a rank's part of it.
 
         Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 does not
         support, memory too small for one text, and ranks that cannot share the model.
         """
-        check_sizes(slots, rows)
+        dtype, slots, group, features = settings.dtype, settings.slots, settings.group, settings.features
+        check_sizes(slots, settings.rows)
         config = read_config(path)
-        kept = kept_layers(config.layers, layers, skip)
+        kept = kept_layers(config.layers, settings.layers, settings.skip)
         if features is not None:
             features.check(len(kept))
         part = group.shard.config(replace(config, layers=len(kept)))
         if dtype == "int4":
             check_int4_shape(part)
         digest = read_tokenizer_digest(path)
-        weights = Weights(path, progress)
-        rows = config.context + SCRATCH if rows is None else rows
+        weights = Weights(path, settings.progress)
+        rows = config.context + SCRATCH if settings.rows is None else settings.rows
         parameters = check_layers(weights, config, kept)
-        memory = 0 if kv_memory is None else _checked_memory(kv_memory, part, dtype, rows)
+        bounded = settings.kv_memory is not None
+        memory = _checked_memory(settings.kv_memory or 0, part, dtype, rows) if bounded else 0
         try:
-            model = _empty_model(part, dtype, slots, rows, threads, features, instructions, memory, group)
+            model = _empty_model(part, settings, rows, memory)
             load_layers(model, weights, config, group.shard, kept)
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
@@ -155,7 +140,7 @@ class CpuEngine(Engine):
             parameters=parameters,
             features=features,
             group=group,
-            bounded=kv_memory is not None,
+            bounded=bounded,
             kept=kept,
             complete=config,
         )
@@ -294,24 +279,14 @@ def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -
     return memory
 
 
-def _empty_model(
-    config: ModelConfig,
-    dtype: Dtype,
-    slots: int,
-    rows: int,
-    threads: int | None,
-    features: Features | None,
-    instructions: str,
-    kv_memory: int,
-    group: SocketGroup | SingleRank,
-) -> Model:
-    """Return a compiled model without weights."""
+def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int, kv_memory: int) -> Model:
+    """Return a compiled model without weights. `config`: the shape of this rank's part; `kv_memory`: 0: no bound."""
     from outrider._native import Model
 
-    positions = max(rows, config.context)
+    positions, features, group = max(rows, config.context), settings.features, settings.group
     return Model(
-        dtype,
-        HEADS[dtype],
+        settings.dtype,
+        HEADS[settings.dtype],
         (
             config.vocabulary,
             config.unpadded_vocabulary,
@@ -322,14 +297,14 @@ def _empty_model(
             config.head_dim,
             config.ffn,
             positions,
-            slots,
+            settings.slots,
             rows,
             config.eps,
             kv_memory,
         ),
         *config.rope.table(positions, config.head_dim),
-        threads or len(os.sched_getaffinity(0)),
-        instructions,
+        settings.threads or len(os.sched_getaffinity(0)),
+        settings.instructions,
         () if features is None else features.layers,
         features is not None and features.all_rows,
         (group.shard.rank, group.timeout_s, group.sockets) if isinstance(group, SocketGroup) else (0, 0.0, ()),

@@ -18,6 +18,7 @@ from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.rank_messages import (
     AdapterPiece,
@@ -43,7 +44,7 @@ WAYS: list[tuple[Connected, int]] = [("sockets", 2), ("sockets", 4), ("torch", 2
 
 def load_alone(by: Connected, folder: Path) -> Engine:
     """The whole model in one process, on the engine that such ranks have."""
-    return (CpuEngine if by == "sockets" else OnTorch).load(folder, **LOADING)
+    return (CpuEngine if by == "sockets" else OnTorch).load(folder, EngineSettings(**LOADING))
 
 
 @pytest.fixture(scope="class", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")

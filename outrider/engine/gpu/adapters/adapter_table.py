@@ -49,6 +49,21 @@ class AdapterShape:
         return self.most * self.form.bytes_of(RESERVED_RANK)
 
 
+class NoAdapters:
+    """The adapters of an engine that was loaded without."""
+
+    form = None
+    passes = (False,)  # whether passes have adapters, for each kind of pass that is recorded
+
+    def of_rows(self, rows: int, *, adapted: bool) -> PlainPass:
+        """Return what passes read: nothing."""
+        return PlainPass()
+
+    def load(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:
+        """Raise ConfigError."""
+        raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
+
+
 class PlainPass:
     """The adapters of passes that have none."""
 
@@ -86,6 +101,8 @@ class AdaptedPass:
 class AdapterTable:
     """The buffers of an engine for adapters, and what loads them."""
 
+    passes = (False, True)  # see `NoAdapters`
+
     def __init__(self, shape: AdapterShape, slots: int, kernels: Kernels) -> None:
         self._shape = shape
         self.form = shape.form
@@ -98,9 +115,9 @@ class AdapterTable:
         self.staging = Staging(max(_fields(plan)[-1].stop for plan in plans), device)
         self.sums = torch.zeros(max(plan.sums(self.linears.values()) for plan in plans), device=device)
 
-    def of_rows(self, rows: int) -> AdaptedPass:
+    def of_rows(self, rows: int, *, adapted: bool) -> PlainPass | AdaptedPass:
         """Return what passes of `rows` rows read."""
-        return AdaptedPass(self, self._plans[rows])
+        return AdaptedPass(self, self._plans[rows]) if adapted else PlainPass()
 
     def load(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:
         """Parse an adapter and copy it to the device. Raises CheckpointError; ConfigError where memory is full."""

@@ -7,21 +7,17 @@ computed (`RowStates`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from outrider.engine.gpu.devices import kernels_for
+from outrider.engine.gpu.devices import Runtime
 from outrider.engine.gpu.eagle.eagle_layers import EagleLayers
 from outrider.engine.gpu.eagle.eagle_model import EagleModel
 from outrider.engine.gpu.engine import DeviceEngine
-from outrider.engine.gpu.passes.cuda_graphs import Recorder
 from outrider.engine.gpu.passes.row_states import RowStates
-from outrider.engine.interface.batch import Segment
-from outrider.engine.tensor_parallel.group import ALONE
 
 
 class DeviceEagle(DeviceEngine):
@@ -34,29 +30,27 @@ class DeviceEagle(DeviceEngine):
         self,
         model: EagleModel,
         digest: bytes,
+        runtime: Runtime,
         *,
-        device: torch.device,
         slots: int,
         rows: int,
         pages: int,
-        recorder: Recorder,
         window: int | None = None,
+        base: Callable[[int], int] = lambda slot: 0,
     ) -> None:
         """`digest`: of the target's tokenizer; `window`: rows of each text whose features are kept, the latest; None:
-        of all rows.
+        of all rows; `base`: see `RowStates`.
         """
-        self.states = RowStates(slots, window or rows, model.config.width, model.weights.embedding.dtype, device)
+        dtype = model.weights.embedding.dtype
+        self.states = RowStates(slots, window or rows, model.config.width, dtype, runtime.device, base)
         super().__init__(
             model.config,
             model.weights,
             digest,
-            device=device,
+            runtime,
             slots=slots,
             rows=rows,
             pages=pages,
-            group=ALONE,
-            kernels=kernels_for(device),
-            recorder=recorder,
             states=self.states,
             make_layers=partial(EagleLayers, model.network, self.states),
         )
@@ -64,10 +58,3 @@ class DeviceEagle(DeviceEngine):
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         raise NotImplementedError
-
-    def _base(self, slot: int) -> int:
-        """Return the text's row that row 0 of the slot is."""
-        return 0
-
-    def _send_states(self, segments: Sequence[Segment]) -> None:
-        self.states.send(segments, [self._base(it.slot) for it in segments])

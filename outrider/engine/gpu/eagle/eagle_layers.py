@@ -26,12 +26,12 @@ Enter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # embeddings and stat
 class EagleLayers(LlamaLayers):
     """One layer over the embedding of each row's token and the state that the row continues."""
 
-    def __init__(self, network: Eagle | Eagle3, states: RowStates, *sizes: Any, kernels: Kernels, **more: Any) -> None:
+    def __init__(self, network: Eagle | Eagle3, states: RowStates, *parts: Any, **sizes: Any) -> None:
         """For the other parameters see `LlamaLayers`."""
-        super().__init__(*sizes, kernels=kernels, **more)
+        super().__init__(*parts, **sizes)
         self._states = states
         self._normed = isinstance(network, Eagle3)
-        self._enter = _entry(network, kernels, self.weights.embedding.dtype, self.hidden.device)
+        self._enter = _entry(network, self.kernels, self.weights.embedding.dtype, self.hidden.device)
         # A row's position is that of its features' token.
         self._cos, self._sin = (torch.cat([table[:1], table[:-1]]) for table in (self._cos, self._sin))
 
