@@ -21,8 +21,7 @@ from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes, parse_adapter
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
-from outrider.engine.cpu.adapter import pack_adapter
-from outrider.engine.cpu.weights import check_layers, load_layers
+from outrider.engine.cpu.weights import check_layers, load_layers, pack_adapter
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
 from outrider.engine.interface.features import Features
