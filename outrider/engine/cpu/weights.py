@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.adapters.low_rank import JOINED, LowRankAdapter
+from outrider.engine.adapters.low_rank import (
+    JOINED,
+    AdapterFiles,
+    AdapterLoader,
+    LowRankAdapter,
+    most_bytes,
+    parse_adapter,
+)
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
 from outrider.engine.tensor_parallel.sharding import Shard, WeightPart, tensor_shapes
 
@@ -48,11 +55,25 @@ def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard
     model.set_ends(embedding, take(ends["norm"]), np.pad(head, ((0, missing), (0, 0))) if missing else head)
 
 
-def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[int], dtype: str) -> Adapter:
-    """Return the adapter for an engine that has the `kept` layers of a model, in float32 or bfloat16.
+class CpuAdapters(AdapterLoader):
+    """Packs the adapters of a compiled engine. It needs no model, so that one can be packed while passes run."""
 
-    It needs no model, so that one can be packed while passes run.
-    """
+    def __init__(self, config: ModelConfig, shard: Shard, kept: Sequence[int], dtype: str) -> None:
+        """`config`: that of the complete model; `dtype`: float32 or bfloat16."""
+        self.most_bytes = most_bytes(config)
+        self._config = config
+        self._shard = shard
+        self._kept = kept
+        self._dtype = dtype
+
+    def pack(self, files: AdapterFiles) -> tuple[Adapter, LowRankAdapter]:
+        adapter = parse_adapter(files, self._config)
+        part = self._shard.adapter(adapter, self._config)
+        return pack_adapter(part, self._shard.config(self._config), self._kept, self._dtype), adapter
+
+
+def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[int], dtype: str) -> Adapter:
+    """Return the adapter for an engine that has the `kept` layers of a model, in float32 or bfloat16."""
     from outrider._native import Adapter
 
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim

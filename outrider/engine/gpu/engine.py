@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
-from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.following import FollowingPass
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm
-from outrider.engine.gpu.adapters.adapter_table import AdapterShape, AdapterTable, NoAdapters, check_adapters
+from outrider.engine.gpu.adapters.adapter_table import AdapterShape, AdapterTable, NoAdapterTable, check_adapters
 from outrider.engine.gpu.attention.kv_memory import PagedKv, page_bytes, pages_for
 from outrider.engine.gpu.attention.page_table import PAGE_ROWS
 from outrider.engine.gpu.devices import Runtime, check_capability, check_device, fitting
@@ -109,16 +108,18 @@ class DeviceEngine(Engine):
                 restricts_tokens=True,
                 frees_host=runtime.device.type == "cuda",
                 grows_trees=alone,  # only rank 0 has the logits
-                begins_next_pass=alone and features is None,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
-                adapter_bytes=0 if adapters is None else most_bytes(adapters.config),
             )
         )
+        self.begins_next_pass = alone and features is None  # whether `run_on` begins the pass that follows
         self.speculator: FollowingSpeculator | None = None
         self.eagle = eagle
         self.runtime = runtime
         self.kv = kv
+        self.adapters: AdapterTable | NoAdapterTable = (
+            NoAdapterTable() if adapters is None else AdapterTable(adapters, slots, runtime.kernels)
+        )
         self.passes = PassRunner(
             config,
             weights,
@@ -127,7 +128,7 @@ class DeviceEngine(Engine):
             slots=slots,
             rows=rows,
             positions=self.positions,
-            adapters=NoAdapters() if adapters is None else AdapterTable(adapters, slots, runtime.kernels),
+            adapters=self.adapters,
             features=features,
             states=states,
             make_layers=make_layers,
@@ -209,6 +210,8 @@ class DeviceEngine(Engine):
     def run_on(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass
     ) -> tuple[Logits, frozenset[int]]:
+        if not self.begins_next_pass:
+            return super().run_on(segments, draws, following)
         logits = self.next_pass.take(segments, draws)
         if logits is None:
             logits = PickedLogits(self._run(segments, draws, VERIFIED, kept=True), np.arange(len(segments)))
@@ -225,14 +228,6 @@ class DeviceEngine(Engine):
         results = self.growth.run(trees, levels, logits.only_choices)
         logits.fetch()
         return logits, grown_levels(results, len(trees))
-
-    def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
-        if self.passes.adapters.form is None:
-            raise ConfigError("adapters: this engine was loaded without; start the verifier with --adapters")
-        return super().load_adapter(folder)
-
-    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
-        return self.passes.adapters.load(files)
 
     def hidden(self) -> Tensor:
         return self.passes.features
@@ -278,7 +273,7 @@ class DeviceEngine(Engine):
         self.runtime.group.barrier()
         with self.runtime.computing(), fitting(self.runtime.device):
             for count in reversed(ROWS):
-                for adapted in passes.adapters.passes:
+                for adapted in self.adapters.passes:
                     passes.layers(count, adapted=adapted)
                 for candidates in (CANDIDATES, VERIFIED, 0) if count in OUTPUTS else ():
                     passes.choice.record(count, min(candidates, self.vocabulary))
@@ -290,7 +285,7 @@ class DeviceEngine(Engine):
     def check_segments(self, segments: Sequence[Segment]) -> None:
         super().check_segments(segments)
         check_trees(segments)
-        check_adapters(segments, self.passes.adapters.form)
+        check_adapters(segments, self.adapters.form)
 
     def _run(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int, **more: Any

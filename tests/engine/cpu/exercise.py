@@ -23,7 +23,7 @@ VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
 KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"))
 SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
 ANGLES = np.zeros((ROWS, 4), np.float32)
-WEIGHTS = ("attention_norm", "query", "key", "value", "output", "ffn_norm", "gate", "up", "down")  # that a layer needs
+WEIGHTS = ["attention_norm", "query", "key", "value", "output", "ffn_norm", "gate", "up", "down"]  # of every layer
 Dice = np.random.Generator
 
 

@@ -25,7 +25,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.adapters import adapter_table
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm, DeviceAdapter
-from outrider.engine.gpu.adapters.adapter_table import RESERVED_RANK, NoAdapters
+from outrider.engine.gpu.adapters.adapter_table import RESERVED_RANK, NoAdapterTable
 from outrider.engine.gpu.attention import kv_memory
 from outrider.engine.gpu.linears.float8 import Float8Weight
 from outrider.engine.gpu.linears.int4 import GroupedInt4Weight
@@ -295,7 +295,7 @@ def test_an_engine_without_adapters_has_no_buffers_for_them_and_refuses_to_load_
     changed = handle(on_device(checkpoint), folders[0])
     with pytest.raises(ValueError, match="adapter"):
         engine.forward([adapted(prompt(0, np.arange(3)), changed)])
-    assert isinstance(engine.passes.adapters, NoAdapters)
+    assert isinstance(engine.adapters, NoAdapterTable)
 
 
 def test_an_adapter_of_another_model_is_named(checkpoint: Path, tmp_path: Path) -> None:

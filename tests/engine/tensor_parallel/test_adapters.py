@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 from outrider.engine.adapters.low_rank import FILES, TENSORS, AdapterFiles, LowRankAdapter, read_adapter
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.cpu.weights import CpuAdapters
 from outrider.engine.executor import Executor
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
@@ -291,14 +292,14 @@ def test_all_ranks_load_the_adapter_bytes_that_rank_0_read_once(
     segments = mixed(alone, [alone.load_adapter(it)[0] for it in (folders[0], folders[0])])
     expected = alone.forward(segments)
     folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
-    pack_adapter = CpuEngine.pack_adapter
+    pack = CpuAdapters.pack
 
-    def pack_and_replace(engine: CpuEngine, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+    def pack_and_replace(adapters: CpuAdapters, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
         for name in FILES if files.folder == folder else ():
             shutil.copy(folders[1] / name, folder / name)
-        return pack_adapter(engine, files)
+        return pack(adapters, files)
 
-    monkeypatch.setattr(CpuEngine, "pack_adapter", pack_and_replace)
+    monkeypatch.setattr(CpuAdapters, "pack", pack_and_replace)
     with leading(checkpoint, 2) as engine:
         adapter = load(engine, folder)
         assert (folder / TENSORS).read_bytes() == (folders[1] / TENSORS).read_bytes()

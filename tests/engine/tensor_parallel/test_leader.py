@@ -22,10 +22,8 @@ from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.rank_messages import (
     AdapterPiece,
-    CopyRows,
     DropAdapter,
-    MoveRows,
-    ReleaseRows,
+    KvChange,
     decode,
     encode,
 )
@@ -141,7 +139,8 @@ def test_two_ranks_take_no_more_than_three_fifths_of_the_memory_each(tmp_path: P
 
 def test_plans_survive_the_message() -> None:
     random = np.random.default_rng(3)
-    moves = MoveRows(3, random.integers(0, 50, 9), random.integers(0, 50, 9)), CopyRows(1, 2, 30), ReleaseRows(4, 17)
+    rows = random.integers(0, 50, 9), random.integers(0, 50, 9)
+    moves = KvChange("move", (3,), rows), KvChange("copy", (1, 2, 30)), KvChange("release", (4, 17))
     masked = Segment(1, 5, random.integers(0, 9, 7), random.integers(0, 9, 7), random.random((7, 11)) < 0.5, 3)
     content = random.integers(0, 256, 13).astype(np.uint8)
     of_adapters = AdapterPiece(7, 1, content, True), DropAdapter(3), AdapterPiece(8, 0, content[:0], False)

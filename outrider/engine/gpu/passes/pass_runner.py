@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.core.sampling.noise import Draw
 from outrider.engine.checkpoints.checkpoint import ModelConfig
-from outrider.engine.gpu.adapters.adapter_table import AdaptedPass, AdapterTable, NoAdapters, PlainPass
+from outrider.engine.gpu.adapters.adapter_table import AdaptedPass, AdapterTable, NoAdapterTable, PlainPass
 from outrider.engine.gpu.attention.kv_memory import PagedKv
 from outrider.engine.gpu.attention.page_table import pages_of
 from outrider.engine.gpu.attention.tree_attention import AttentionPlan
@@ -66,7 +66,7 @@ class PassRunner:
         slots: int,
         rows: int,
         positions: int,
-        adapters: AdapterTable | NoAdapters,
+        adapters: AdapterTable | NoAdapterTable,
         features: Features | None,
         states: RowStates | None,
         make_layers: Callable[..., LlamaLayers],
