@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.engine.adapters.low_rank import GATE_UP, LowRankAdapter, LowRankUpdate
+from outrider.engine.adapters.low_rank import LowRankAdapter, LowRankUpdate
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.errors import ConfigError
@@ -125,20 +125,16 @@ class Shard:
         """Return what an adapter adds to its part. `config`: that of the complete model."""
         if self.of == 1:
             return adapter
+        parts = {it.name.split(".")[-2]: it for it in self.layer(config, 0).values() if it.name.endswith(".weight")}
+
+        def own(update: LowRankUpdate, part: WeightPart) -> LowRankUpdate:
+            return LowRankUpdate(np.ascontiguousarray(update.a[:, part.columns]), update.b[part.rows])
+
         layers = {
-            layer: {module: self._update(update, module, config) for module, update in updates.items()}
+            layer: {module: own(update, parts[module]) for module, update in updates.items()}
             for layer, updates in adapter.layers.items()
         }
         return replace(adapter, layers=layers)
-
-    def _update(self, update: LowRankUpdate, module: str, config: ModelConfig) -> LowRankUpdate:
-        queries, units, heads = self.part(config.heads, config.head_dim), self.part(config.ffn), self.kv_heads(config)
-        if module in ("o_proj", "down_proj"):
-            inputs = queries if module == "o_proj" else units
-            return update._replace(a=np.ascontiguousarray(update.a[:, inputs]))
-        keys = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
-        outputs = queries if module == "q_proj" else units if module in GATE_UP else keys
-        return update._replace(b=update.b[outputs])
 
 
 def tensor_shapes(config: ModelConfig, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:

@@ -102,18 +102,9 @@ class Outputs:
         most = RESTRICTED if self.restricted else OUTPUTS[-1]
         if len(self.rows) <= most:
             return [self]
+        parts: tuple[Any, ...] = self.rows, self.places, self.drawn, self.keys, self.temperatures, self.restricted
         runs = [slice(at, at + most) for at in range(0, len(self.rows), most)]
-        return [
-            Outputs(
-                self.rows[run],
-                self.places[run],
-                self.drawn[run],
-                self.keys[run],
-                self.temperatures[run],
-                self.restricted[run],
-            )
-            for run in runs
-        ]
+        return [Outputs(*(part[run] for part in parts)) for run in runs]
 
 
 _NO_ROWS = np.empty(0, np.int64)
