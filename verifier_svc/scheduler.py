@@ -144,7 +144,7 @@ class StepScheduler:
         self.progress.begin()
         self.sessions.in_pass = step.sessions
         meanwhile = partial(self._meanwhile, step, draws)
-        if all(work.goes_on for work in step.works):
+        if self._engine.begins_next_pass and all(work.goes_on for work in step.works):
             logits, slots = await self._executor.run_on(segments, draws, self._following(step), meanwhile)
             if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
                 self.choice.begun = StepBatch(going_on, step.price, step.rate)

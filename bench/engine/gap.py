@@ -69,10 +69,10 @@ class Clock(Engine):
                 samples_tokens=True,
                 restricts_tokens=True,
                 frees_host=True,
+                begins_next_pass=runs_on,
             )
         )
         self._pass_s = pass_s
-        self._runs_on = runs_on
         self._begun: frozenset[int] = frozenset()
         self._ends = 0.0
         self.passes: list[tuple[float, float]] = []  # when each began and ended
@@ -91,7 +91,7 @@ class Clock(Engine):
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass
     ) -> tuple[Logits, frozenset[int]]:
         logits = self.sample(segments, draws)
-        if self._runs_on and following.wanted():
+        if following.wanted():
             self._begin()
             self._begun = frozenset(it.slot for it in segments)
         return logits, self._begun

@@ -99,7 +99,7 @@ class RoundRunner:
         if self._drafter is not None and self._growth is not None:
             self._draft(self._drafter, self._growth, texts)
         segments, draws = [_verification(text) for text in texts], [text.draw for text in texts]
-        if self._drafter is None:
+        if self._drafter is None and self._target.begins_next_pass:
             output, _ = self._target.run_on(segments, draws, FollowingPass(lambda: True, [()] * len(texts)))
         else:
             output = self._target.sample(segments, draws)

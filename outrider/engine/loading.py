@@ -17,7 +17,7 @@ from outrider.config import Backend
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.interface.engine import SCRATCH, Dtype, Engine, Numerics
+from outrider.engine.interface.engine import Dtype, Engine, Numerics
 from outrider.engine.interface.features import Features
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank
@@ -209,22 +209,20 @@ def _load_transformers(path: Path, it: EngineSettings) -> Engine:
                 f"backend: {family} runs through transformers, which is not to be had here ({error}); "
                 "pip install 'outrider[transformers]'"
             ) from None
-        threads = torch.get_num_threads()
         shard, method = it.group.shard, None
         try:
             if it.dtype != "float32" and _bytes(path) <= PRECISE:
-                method = find_serving_method(Pretrained.load(path, "float32", shard), threads=threads)
+                method = find_serving_method(Pretrained.load(path, "float32", shard))
                 gc.collect()  # modules form reference cycles: only this frees them before the next load
             pretrained = Pretrained.load(path, it.dtype, shard)
-            method = find_serving_method(pretrained, threads=threads, after=method)
+            method = find_serving_method(pretrained, after=method)
         except CheckpointError as error:
             if method is not None:  # the model can be served in float32
                 raise ConfigError(
                     f"dtype: {path} does not run in {it.dtype}: {error}; use float32 or bfloat16"
                 ) from None
             raise CheckpointError(f"{path}: {error}") from None
-        rows = pretrained.context + SCRATCH if it.rows is None else it.rows
-        engine = method.build(pretrained, slots=it.slots, rows=rows, threads=threads, group=it.group)
+        engine = method.build(pretrained, it)
     if it.progress is not None:
         it.progress(1.0)
     return engine

@@ -12,7 +12,6 @@ from outrider.core.control.cost.budget import CostModel
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.tree.delta import Delta
-from outrider.engine.following import FollowingPass
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.logits import Logits
@@ -41,11 +40,6 @@ class Gate:
         self.entered.set()
         assert self.open.wait(10)
         return self._engine.sample(segments, draws, best)
-
-    def run_on(
-        self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass
-    ) -> tuple[Logits, frozenset[int]]:
-        return self.sample(segments, draws, 0), frozenset()
 
 
 @pytest.fixture(scope="module")

@@ -67,21 +67,17 @@ class CpuAdapters(AdapterLoader):
         self._dtype = dtype
 
     def pack(self, files: AdapterFiles) -> tuple[Adapter, LowRankAdapter]:
-        adapter = parse_adapter(files, self._config)
-        part = self._shard.adapter(adapter, self._config)
-        return pack_adapter(part, self._shard.config(self._config), self._kept, self._dtype), adapter
+        from outrider._native import Adapter
 
-
-def pack_adapter(adapter: LowRankAdapter, config: ModelConfig, kept: Sequence[int], dtype: str) -> Adapter:
-    """Return the adapter for an engine that has the `kept` layers of a model, in float32 or bfloat16."""
-    from outrider._native import Adapter
-
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    packed = Adapter(dtype, config.width, queries, keys, config.ffn, len(kept))
-    for index, layer in enumerate(kept):
-        updates = adapter.layers.get(layer, {})
-        for part, modules in enumerate(JOINED.values()):  # the engine has linears by number, in this order
-            found = [updates.get(name, (None, None)) for name in modules]
-            if updates.keys() & {*modules}:
-                packed.set(index, part, *[it for pair in found for it in pair], *[None] * 2 * (_MOST - len(modules)))
-    return packed
+        read = parse_adapter(files, self._config)
+        own, it = self._shard.adapter(read, self._config), self._shard.config(self._config)
+        queries, keys = it.heads * it.head_dim, it.kv_heads * it.head_dim
+        packed = Adapter(self._dtype, it.width, queries, keys, it.ffn, len(self._kept))
+        for index, layer in enumerate(self._kept):
+            updates = own.layers.get(layer, {})
+            for part, modules in enumerate(JOINED.values()):  # the engine has linears by number, in this order
+                found = [updates.get(name, (None, None)) for name in modules]
+                if updates.keys() & {*modules}:
+                    missing = [None] * 2 * (_MOST - len(modules))
+                    packed.set(index, part, *[one for pair in found for one in pair], *missing)
+        return packed, read

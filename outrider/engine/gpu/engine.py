@@ -108,11 +108,11 @@ class DeviceEngine(Engine):
                 restricts_tokens=True,
                 frees_host=runtime.device.type == "cuda",
                 grows_trees=alone,  # only rank 0 has the logits
+                begins_next_pass=alone and features is None,
                 features=features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
-        self.begins_next_pass = alone and features is None  # whether `run_on` begins the pass that follows
         self.speculator: FollowingSpeculator | None = None
         self.eagle = eagle
         self.runtime = runtime

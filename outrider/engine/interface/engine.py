@@ -37,7 +37,11 @@ SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not
 
 @dataclass(kw_only=True)
 class Traits:
-    """The properties of an engine: reported, or asked by a caller that prepares work for what the engine can do."""
+    """The properties of an engine.
+
+    Callers report them, or choose by them once, at the start. The flags are for work that callers prepare for a pass:
+    an engine without one takes the same call, and the work would be in vain.
+    """
 
     vocabulary: int
     context: int  # longest text, in tokens
@@ -59,6 +63,7 @@ class Traits:
     samples_tokens: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts_tokens: bool = False  # whether `sample` applies filters; penalties only where it returns two candidates
     grows_trees: bool = False  # whether `grow` runs several levels of trees in one call
+    begins_next_pass: bool = False  # whether `run_on` begins the pass that follows
     frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # the features that passes return beside logits; None: no features
@@ -117,7 +122,7 @@ class Engine(Traits, ABC):
 
         Return the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
         that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
-        a change of one of the slots those of this slot. An engine may begin nothing.
+        a change of one of the slots those of this slot. Nothing is begun by an engine that does not `begins_next_pass`.
         """
         return self.sample(segments, draws), frozenset()
 

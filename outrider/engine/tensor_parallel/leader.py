@@ -53,11 +53,9 @@ class Leader(Engine):
         self._pacing = threading.Lock()
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        self.check_move(slot, source, destination)
         self._change(KvChange("move", (slot,), (source, destination)))
 
     def copy(self, source: int, target: int, rows: int) -> None:
-        self.check_copy(source, target, rows)
         self._change(KvChange("copy", (source, target, rows)))
 
     def release(self, slot: int, rows: int) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.engine.interface.batch import Segment
-from outrider.engine.interface.engine import Engine, Traits
-from outrider.engine.tensor_parallel.group import ALONE, RankLost, TensorGroup
+from outrider.engine.interface.engine import SCRATCH, Engine, Traits
+from outrider.engine.interface.settings import EngineSettings
+from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.threads import TorchThreads
 from outrider.engine.torch_layers.kv_cache import lazy_zeros
 from outrider.engine.transformers.pretrained import Pretrained, plain_tensor
@@ -91,12 +92,9 @@ class TransformersEngine(Engine):
     def __init__(
         self,
         pretrained: Pretrained,
+        settings: EngineSettings,
         *,
         masks: Masks = "asked",
-        slots: int,
-        rows: int,
-        threads: int,
-        group: TensorGroup = ALONE,
     ) -> None:
         """Make an engine over a model, which no other engine may use at the same time."""
         install()
@@ -104,11 +102,11 @@ class TransformersEngine(Engine):
         self._model = pretrained.model
         self._inputs = pretrained.inputs
         self._masks = masks
-        self._threads = TorchThreads(threads)
-        self._group = group
-        self._cache = RowCache(slots, rows)
+        self._threads = TorchThreads(settings.threads or torch.get_num_threads())
+        self._group = settings.group
         self._last = pretrained.context - 1
-        super().__init__(traits_of(pretrained, slots=slots, rows=rows))
+        super().__init__(traits_of(pretrained, settings))
+        self._cache = RowCache(self.slots, self.rows)
         with torch.inference_mode():
             self._call([Segment(0, 0, np.zeros(1, np.int64), np.zeros(1, np.int64))])  # allocates the KV of all layers
         self.kv_bytes = self._cache.bytes
@@ -166,14 +164,15 @@ class TransformersEngine(Engine):
         return {it.slot: logits[row, columns] for row, (it, columns) in enumerate(zip(segments, rows, strict=True))}
 
 
-def traits_of(pretrained: Pretrained, *, slots: int, rows: int, treeless: str = "") -> Traits:
+def traits_of(pretrained: Pretrained, settings: EngineSettings, treeless: str = "") -> Traits:
     """Return the traits of an engine over a model, without the bytes of its KV."""
+    rows = pretrained.context + SCRATCH if settings.rows is None else settings.rows
     return Traits(
         vocabulary=pretrained.vocabulary,
         context=pretrained.context,
         positions=max(rows, pretrained.context),
         rows=rows,
-        slots=slots,
+        slots=settings.slots,
         parameters=pretrained.parameters,
         dtype=pretrained.dtype,
         numerics="fast",

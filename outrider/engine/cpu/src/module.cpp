@@ -220,10 +220,6 @@ PyObject* set_part(AdapterObject& self, PyObject* args) {
   return nullptr;
 }
 
-PyObject* adapter_bytes(AdapterObject& self, PyObject*) {
-  return PyLong_FromSize_t(self.adapter ? self.adapter->bytes() : 0);
-}
-
 int64_t integer(PyObject* object, PyObject* name) {
   const Reference value(PyObject_GetAttr(object, name));
   const long long number = PyLong_AsLongLong(value.get());
@@ -441,7 +437,6 @@ PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<Object, make>)}
 PyType_Spec spec = {"outrider._native.Model", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
 
 PyMethodDef adapter_methods[] = {{"set", method<AdapterObject, set_part>, METH_VARARGS, "Packs A and B of a linear of a layer."},
-                                 {"bytes", method<AdapterObject, adapter_bytes>, METH_NOARGS, "Bytes that a pass reads."},
                                  {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot adapter_slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<AdapterObject, make_adapter>)},

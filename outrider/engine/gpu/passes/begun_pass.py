@@ -137,10 +137,10 @@ class NextPass:
         found = NextRows.of(segments, draws, following, rows)
         launch = None if found is None else self._prepare(found, logits)
         logits.source.fetch()
-        tokens = None if found is None or launch is None else chosen_tokens(logits, found)
-        if found is None or launch is None or tokens is None or found.all_end(tokens, following):
+        if found is None or launch is None:
             return frozenset()
-        if not following.wanted():
+        tokens = chosen_tokens(logits, found)
+        if tokens is None or found.all_end(tokens, following) or not following.wanted():
             return frozenset()
         self.begun = BegunPass.of(found, tokens, launch())
         return frozenset(self.begun.rows)
