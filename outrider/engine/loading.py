@@ -105,8 +105,8 @@ def load_engine(
     `slots`: number of sessions. `rows`: cache rows of each; None: the checkpoint's context and 256 of scratch.
     `threads`: of operations on a CPU, in the complete process; None: one for each processor. `group`: the
     ranks that share a model. `features`: that passes return beside logits. `progress` is called with the fraction done,
-    0 to 1. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; the compiled kernels need no
-    preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
+    0 to 1. `kv_memory`, `adapters`: see `EngineSettings`; the compiled kernels need no preparation for adapters.
+    `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
 
     Raises CheckpointError for a checkpoint that is missing, corrupt or not supported, with the file and what to do;
     ConfigError where this machine, its packages or the backend do not support a setting, for layers that the checkpoint

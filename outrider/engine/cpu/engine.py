@@ -22,10 +22,9 @@ from outrider.core.sampling.sampler import Choice
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import CpuAdapters, check_layers, load_layers
 from outrider.engine.interface.batch import Segment
-from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
+from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory
 from outrider.engine.interface.logits import BestTokens, HostLogits, Logits
 from outrider.engine.interface.settings import EngineSettings
-from outrider.engine.layer_selection import kept_layers
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.engine.torch_layers.int4 import check_int4_shape
 from outrider.errors import CheckpointError
@@ -101,21 +100,20 @@ class CpuEngine(Engine):
         support, memory too small for one text, and ranks that cannot share the model.
         """
         dtype, group = settings.dtype, settings.group
-        check_sizes(settings.slots, settings.rows)
         config = read_config(path)
-        kept = kept_layers(config.layers, settings.layers, settings.skip)
-        if settings.features is not None:
-            settings.features.check(len(kept))
+        kept = settings.kept_layers(config.layers)
         part = group.shard.config(replace(config, layers=len(kept)))
         if dtype == "int4":
             check_int4_shape(part)
         digest = read_tokenizer_digest(path)
         weights = Weights(path, settings.progress)
-        rows = config.context + SCRATCH if settings.rows is None else settings.rows
+        rows = settings.rows_for(config.context)
         parameters = check_layers(weights, config, kept)
-        memory = 0 if settings.kv_memory is None else _checked_memory(settings.kv_memory, part, dtype, rows)
+        if settings.kv_memory is not None:  # room for one text and its tree
+            pages = -(-(rows + SCRATCH) // PAGE) + SPARE
+            check_kv_memory(settings.kv_memory, pages * _page_bytes(part, dtype), rows)
         try:
-            model = _empty_model(part, settings, rows, memory)
+            model = _empty_model(part, settings, rows)
             load_layers(model, weights, config, group.shard, kept)
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
@@ -242,16 +240,8 @@ def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:
     return size * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
 
 
-def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -> int:
-    """Return `memory`. Raises ConfigError where one text and its tree would not fit into it."""
-    page = _page_bytes(config, dtype)
-    minimum = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
-    check_kv_memory(memory, minimum, rows)
-    return memory
-
-
-def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int, kv_memory: int) -> Model:
-    """Return a compiled model without weights. `config`: the shape of this rank's part; `kv_memory`: 0: no bound."""
+def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Model:
+    """Return a compiled model without weights. `config`: the shape of this rank's part."""
     from outrider._native import Model
 
     positions, features, group = max(rows, config.context), settings.features, settings.group
@@ -271,7 +261,7 @@ def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int, kv_me
             settings.slots,
             rows,
             config.eps,
-            kv_memory,
+            settings.kv_memory or 0,
         ),
         *config.rope.table(positions, config.head_dim),
         settings.threads or len(os.sched_getaffinity(0)),

@@ -42,11 +42,10 @@ from outrider.engine.gpu.tree_growth import LEVELS, GrowingTree, TreeGrowth, gro
 from outrider.engine.gpu.weights import DeviceDtype, ModelWeights, load_weights
 from outrider.engine.growth import LEVEL_ROWS, GrownLevel, Growth
 from outrider.engine.interface.batch import Segment
-from outrider.engine.interface.engine import SCRATCH, Engine, Traits, check_sizes
+from outrider.engine.interface.engine import Engine, Traits
 from outrider.engine.interface.features import Features
 from outrider.engine.interface.logits import Logits
 from outrider.engine.interface.settings import EngineSettings
-from outrider.engine.layer_selection import kept_layers
 from outrider.engine.torch_layers.weights import WeightSource
 from outrider.errors import ConfigError
 
@@ -156,18 +155,15 @@ class DeviceEngine(Engine):
     @classmethod
     def of(cls, source: WeightSource, config: ModelConfig, digest: bytes, settings: EngineSettings) -> DeviceEngine:
         """Make an engine over weights from any source. Raises as `load`."""
-        dtype, slots, group, features = settings.dtype, settings.slots, settings.group, settings.features
-        check_sizes(slots, settings.rows)
-        kept = kept_layers(config.layers, settings.layers, settings.skip)
-        if features is not None:
-            features.check(len(kept))
+        dtype, slots, group = settings.dtype, settings.slots, settings.group
+        kept = settings.kept_layers(config.layers)
         device = check_device(settings.device)
         if dtype not in get_args(DeviceDtype):
             raise ConfigError(f"dtype: is {dtype}, must be float32, bfloat16, float8 or int4 with device {device}")
         dtype = cast(DeviceDtype, dtype)
         check_capability(device, dtype)
         runtime = Runtime.on(device, group)
-        rows = config.context + SCRATCH if settings.rows is None else settings.rows
+        rows = settings.rows_for(config.context)
         part = group.shard.config(replace(config, layers=len(kept)))
         with torch.inference_mode(), fitting(device):
             weights = load_weights(source, config, group.shard, kept, device, dtype)
@@ -191,7 +187,7 @@ class DeviceEngine(Engine):
                 rows=rows,
                 pages=pages_for(device, page, slots, rows, settings.kv_memory, group, reserved),
                 adapters=adapters,
-                features=features,
+                features=settings.features,
                 eagle=eagle,
             )
 

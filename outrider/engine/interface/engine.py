@@ -71,12 +71,6 @@ class Traits:
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
 
 
-def check_sizes(slots: int, rows: int | None) -> None:
-    """Raise ValueError for an engine that could hold no text. `rows`: None if they follow from the checkpoint."""
-    if slots < 1 or (rows is not None and rows < 2):
-        raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
-
-
 def check_kv_memory(memory: int, minimum: int, rows: int) -> None:
     """Raise ConfigError where one text of a slot's `rows`, and its tree, would not fit into `memory` bytes."""
     if memory < minimum:

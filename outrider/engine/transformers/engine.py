@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.engine.interface.batch import Segment
-from outrider.engine.interface.engine import SCRATCH, Engine, Traits
+from outrider.engine.interface.engine import Engine, Traits
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.threads import TorchThreads
@@ -166,7 +166,7 @@ class TransformersEngine(Engine):
 
 def traits_of(pretrained: Pretrained, settings: EngineSettings, treeless: str = "") -> Traits:
     """Return the traits of an engine over a model, without the bytes of its KV."""
-    rows = pretrained.context + SCRATCH if settings.rows is None else settings.rows
+    rows = settings.rows_for(pretrained.context)
     return Traits(
         vocabulary=pretrained.vocabulary,
         context=pretrained.context,
