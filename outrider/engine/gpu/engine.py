@@ -124,8 +124,6 @@ class DeviceEngine(Engine):
             weights,
             kv,
             runtime,
-            slots=slots,
-            rows=rows,
             positions=self.positions,
             adapters=self.adapters,
             features=features,
@@ -211,7 +209,7 @@ class DeviceEngine(Engine):
         logits = self.next_pass.take(segments, draws)
         if logits is None:
             logits = PickedLogits(self._run(segments, draws, VERIFIED, kept=True), np.arange(len(segments)))
-        return logits, self.next_pass.begin(segments, draws, following, logits, self.rows)
+        return logits, self.next_pass.begin(segments, draws, following, logits)
 
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int

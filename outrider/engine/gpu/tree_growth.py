@@ -110,11 +110,7 @@ class _Given(NamedTuple, Generic[ArrayT]):
 class TreeGrowth:
     """The buffers of trees that grow, and what chooses their nodes, recorded by the number of rows of a level."""
 
-    def __init__(
-        self,
-        candidates: int,
-        passes: PassRunner,
-    ) -> None:
+    def __init__(self, candidates: int, passes: PassRunner) -> None:
         """`candidates`: of each row."""
         device = passes.runtime.device
         self._passes = passes

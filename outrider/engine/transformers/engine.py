@@ -89,13 +89,7 @@ class TransformersEngine(Engine):
     other rows of its call. Only rank 0 has the logits.
     """
 
-    def __init__(
-        self,
-        pretrained: Pretrained,
-        settings: EngineSettings,
-        *,
-        masks: Masks = "asked",
-    ) -> None:
+    def __init__(self, pretrained: Pretrained, settings: EngineSettings, *, masks: Masks = "asked") -> None:
         """Make an engine over a model, which no other engine may use at the same time."""
         install()
         pretrained.set_attention(NAME if masks == "asked" else pretrained.attention)

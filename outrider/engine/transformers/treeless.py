@@ -46,12 +46,7 @@ class TreelessEngine(Engine):
     """
 
     def __init__(
-        self,
-        pretrained: Pretrained,
-        settings: EngineSettings,
-        *,
-        reason: str,
-        reading: Reading = "chunks",
+        self, pretrained: Pretrained, settings: EngineSettings, *, reason: str, reading: Reading = "chunks"
     ) -> None:
         """`reason`: why the model computes no trees."""
         pretrained.set_attention(pretrained.attention)

@@ -25,6 +25,7 @@ class PagedKv:
         self, config: ModelConfig, dtype: torch.dtype, runtime: Runtime, *, slots: int, rows: int, pages: int
     ) -> None:
         """`config`: the shape of this rank's part; `pages`: of all slots together."""
+        self.slots, self.rows = slots, rows
         device = runtime.device
         shape = (config.layers, 2, pages + 1, config.kv_heads, PAGE_ROWS, config.head_dim)  # one page for padding
         self.cache = (

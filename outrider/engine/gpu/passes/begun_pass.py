@@ -123,18 +123,13 @@ class NextPass:
             self.begun.rows.pop(slot, None)
 
     def begin(
-        self,
-        segments: Sequence[Segment],
-        draws: Sequence[Draw | None],
-        following: FollowingPass,
-        logits: PickedLogits,
-        rows: int,
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass, logits: PickedLogits
     ) -> frozenset[int]:
         """Read the logits of a call, and begin the pass that follows it, if there is one and it is wanted then.
 
-        `rows`: of a slot. Return the slots of the pass that was begun.
+        Return the slots of the pass that was begun.
         """
-        found = NextRows.of(segments, draws, following, rows)
+        found = NextRows.of(segments, draws, following, self._passes.kv.rows)
         launch = None if found is None else self._prepare(found, logits)
         logits.source.fetch()
         if found is None or launch is None:

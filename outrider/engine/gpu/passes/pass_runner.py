@@ -63,8 +63,6 @@ class PassRunner:
         kv: PagedKv,
         runtime: Runtime,
         *,
-        slots: int,
-        rows: int,
         positions: int,
         adapters: AdapterTable | NoAdapterTable,
         features: Features | None,
@@ -78,8 +76,8 @@ class PassRunner:
             kv_heads=config.kv_heads,
             dim=config.head_dim,
             dtype=kv.cache.dtype,
-            segments=2 * slots,  # a chain and the tree behind it may be two
-            text_pages=pages_of(rows),
+            segments=2 * kv.slots,  # a chain and the tree behind it may be two
+            text_pages=pages_of(kv.rows),
         )
         plans = [self._plan(count) for count in ROWS]
         self.kv = kv
@@ -90,7 +88,7 @@ class PassRunner:
         self.model = make_layers(
             config, weights, kv.cache, runtime, positions=positions, plans=plans, features=features
         )
-        self.choice = TokenChoice(config, slots, parts=self.model.logit_parts, inputs=self.inputs, runtime=runtime)
+        self.choice = TokenChoice(config, kv.slots, parts=self.model.logit_parts, inputs=self.inputs, runtime=runtime)
         self._threads = TorchThreads(torch.get_num_threads())
         self._wanted = features
         self._taken: list[Tensor] = []  # features of the last call's rows
@@ -166,11 +164,7 @@ class PassRunner:
         return self._layers[count, adapted]
 
     def send(
-        self,
-        layers: RecordedLayers,
-        segments: Sequence[Segment],
-        outputs: Outputs,
-        moves: NDArray[np.int64] = NO_MOVES,
+        self, layers: RecordedLayers, segments: Sequence[Segment], outputs: Outputs, moves: NDArray[np.int64] = NO_MOVES
     ) -> None:
         """Begin to copy the inputs of a pass to the device."""
         self.inputs.send(layers.plan, segments, outputs, moves)
