@@ -31,6 +31,7 @@ from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -61,7 +62,7 @@ class Gaps:
 
 def measure_passes(target: Path, folders: Sequence[Path], threads: int, rounds: int = ROUNDS) -> PassSeconds:
     """Measure passes without adapters, with one, and with all, in turn."""
-    engine = CpuEngine.load(target, dtype="bfloat16", slots=TEXTS, rows=CONTEXT + 16, threads=threads)
+    engine = CpuEngine.load(target, EngineSettings(dtype="bfloat16", slots=TEXTS, rows=CONTEXT + 16, threads=threads))
     adapters = [engine.load_adapter(folder)[0] for folder in folders]
     of_texts: dict[str, list[object]] = {
         "none": [None] * TEXTS,

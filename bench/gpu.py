@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.command import FAILURE, reported
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class GpuRun:
             tokens=self.tokens,
             dtype=self.dtype,
             parameters=target.parameters,
-            step_bytes=round(target.weight_bytes + rows * target.row_bytes),
+            step_bytes=round(target.weight_bytes + rows * target.kv.row_bytes),
             copy_bytes_s=bandwidth,
             datasheet_bytes_s=datasheet(self.device),
             plain_step_ms=plain.step_s * 1e3,
@@ -335,12 +336,14 @@ class GpuRun:
             weights,
             weights.config,
             b"",
-            device=self.device,
-            dtype=dtype,
-            slots=slots,
-            adapters=adapters,
-            features=None if heads is None else read_heads_config(heads).features,
-            heads=heads,
+            EngineSettings(
+                device=self.device,
+                dtype=dtype,
+                slots=slots,
+                adapters=adapters,
+                features=None if heads is None else read_heads_config(heads).features,
+                heads=heads,
+            ),
         )
         if heads is not None:
             DeviceEagleDrafts(engine)

@@ -29,6 +29,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.masks import tree_mask
+from outrider.engine.interface.settings import EngineSettings
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1e-3  # of a gap between two logits
@@ -41,8 +42,10 @@ class Parity:
 
     def __init__(self, model: Path, device: str) -> None:
         self.model = model
-        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS, adapters=len(ADAPTERS))
-        self.host = CpuEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
+        self.device = DeviceEngine.load(
+            model, EngineSettings(device=device, dtype="float32", slots=SLOTS, adapters=len(ADAPTERS))
+        )
+        self.host = CpuEngine.load(model, EngineSettings(dtype="float32", slots=SLOTS, threads=1))
         self.random = np.random.default_rng(SEED)
         self.gaps: dict[str, float] = {}
 
@@ -129,7 +132,7 @@ def adapters(both: Parity) -> None:
         for seed, (rank, modules) in enumerate(ADAPTERS):
             files = make_adapter(scratch / f"a{seed}", config, rank, seed, modules=modules, deviation=0.05)
             merged = merge_adapter(both.model, files, scratch / f"m{seed}")
-            hosts.append(CpuEngine.load(merged, dtype="float32", slots=SLOTS, threads=1))
+            hosts.append(CpuEngine.load(merged, EngineSettings(dtype="float32", slots=SLOTS, threads=1)))
             handles.append(both.device.load_adapter(files)[0])
     for sizes in ([1] * SLOTS, [3, 64, 1, 200, 17, 2, 90, 5]):
         prompts = [both.chain(slot, 0, size) for slot, size in enumerate(sizes)]

@@ -29,6 +29,7 @@ from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.kv.kv_slots import KvSlots
 from outrider.fleet.cluster import LocalCluster
 
@@ -90,7 +91,9 @@ def memory(target: Path, threads: int, sessions: int, length: int, shared: int) 
     """Return the bytes of KV of sessions that share a prefix, and of sessions that do not."""
     found = []
     for common in (shared, 0):
-        engine = CpuEngine.load(target, dtype="bfloat16", slots=sessions, rows=length + 16, threads=threads)
+        engine = CpuEngine.load(
+            target, EngineSettings(dtype="bfloat16", slots=sessions, rows=length + 16, threads=threads)
+        )
         slots = KvSlots(sessions)
         for text in texts(length, common, sessions, 3):
             place = slots.acquire(text, "")

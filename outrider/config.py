@@ -37,6 +37,7 @@ def _as_list(value: Any) -> Any:
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
+Backend = Literal["auto", "native", "transformers"]  # of models: see `ENGINES` in outrider.engine.loading
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")
@@ -154,7 +155,7 @@ class WorkerConfig(GrpcConfig):
     listen: Address = "127.0.0.1:0"  # for routers and drafters; port 0 takes a free one
     zone: str = ""  # zone of the worker: servers of one zone are near one another
     advertise: str | None = None  # address at which other servers reach this worker; None: that of `listen`
-    backend: Literal["auto", "native", "transformers"] = "auto"  # auto: native for the families that it knows
+    backend: Backend = "auto"  # auto: native for the families that it knows
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # device that the model runs on
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: a token's logits are the same bits in every pass
     threads: int = Field(default=1, ge=1)  # threads of a forward pass, in each rank

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from bench.engine.scaling import print_scaling
 from outrider.cli.command import parse_count, reported
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import Unavailable
 from outrider.fleet import process_env
 
@@ -141,7 +142,9 @@ def _rank(end: Connection, folder: Path, dtype: Any, layout: RankLayout, rank: i
     if layout.ranks > 1:
         group = SocketGroup(rank, layout.ranks, meeting, timeout_s=TURN_S)
     began_bytes = _peak()
-    part = CpuEngine.load(folder, dtype=dtype, slots=1, rows=CONTEXT + 128, threads=layout.threads, group=group)
+    part = CpuEngine.load(
+        folder, EngineSettings(dtype=dtype, slots=1, rows=CONTEXT + 128, threads=layout.threads, group=group)
+    )
     if rank:
         follow(part, group)
     else:

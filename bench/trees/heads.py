@@ -15,6 +15,7 @@ from outrider.engine.heads.config import KEY, read_heads_config
 from outrider.engine.heads.loading import load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 
 MAX_TOKENS = 1024  # of a text
 
@@ -31,7 +32,9 @@ class HeadRows:
         """Load target and heads. Raises the errors of loading, and ConfigError for heads of another target."""
         features = read_heads_config(heads).features
         self._speculator = load_speculator(heads, target, precise=True, slots=1, context=MAX_TOKENS)
-        self._engine = CpuEngine.load(target, dtype="float32", slots=1, rows=MAX_TOKENS, threads=1, features=features)
+        self._engine = CpuEngine.load(
+            target, EngineSettings(dtype="float32", slots=1, rows=MAX_TOKENS, threads=1, features=features)
+        )
         self._text: Sequence[int] = ()
         self._features = torch.empty(0)
         self._root = 0

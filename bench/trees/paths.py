@@ -14,6 +14,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.masks import path_mask
+from outrider.engine.interface.settings import EngineSettings
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]
@@ -25,7 +26,7 @@ UNBOUNDED = 2**31
 
 def load(folder: File) -> CpuEngine:
     """Load a model for one text at a time, in float32, on one thread."""
-    return CpuEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
+    return CpuEngine.load(folder, EngineSettings(dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1))
 
 
 class TextRows(Protocol):

@@ -1,4 +1,7 @@
-"""Chooses and loads the engine for a checkpoint: a native one where it knows the family, else transformers' modules."""
+"""Chooses and loads the engine for a checkpoint: a native one where it knows the family, else transformers' modules.
+
+`ENGINES` lists all kinds of engines, and what each of them runs.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,24 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, NamedTuple
 
+from outrider.config import Backend
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.interface.engine import SCRATCH, Dtype, Engine, Numerics
+from outrider.engine.interface.engine import Dtype, Engine, Numerics
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from outrider.engine.gpu import DeviceEngine
 
 # Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
 
 log = logging.getLogger(__name__)
-
-Backend = Literal["auto", "native", "transformers"]
 
 
 def chosen_backend(folder: Path, backend: Backend) -> Literal["native", "transformers"]:
@@ -78,50 +77,6 @@ def outline(folder: Path, backend: Backend = "auto") -> Outline:
     return Outline(config.model_type, config.vocabulary, config.context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """What an engine is loaded with; see `load_engine`."""
-
-    path: Path
-    backend: Backend
-    dtype: Dtype
-    device: str
-    layers: int | None
-    skip: Collection[int]
-    numerics: Numerics
-    slots: int
-    rows: int | None
-    threads: int | None
-    group: Any  # of the kind that `connect_ranks` returns for the engine
-    features: Features | None
-    progress: Callable[[float], None] | None
-    kv_memory: int | None
-    adapters: int
-    heads: Path | None
-
-    @property
-    def loader(self) -> str:
-        """The name of what loads the engine, in `_LOADERS`."""
-        if chosen_backend(self.path, self.backend) == "transformers":
-            return "transformers"
-        if self.device != "cpu":
-            return "device"
-        return "torch" if self.why_on_torch else "compiled"
-
-    @property
-    def why_on_torch(self) -> str:
-        """Why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
-        if isinstance(self.group, SocketGroup | SingleRank):
-            return missing()
-        return "its ranks are connected by torch.distributed"
-
-    @property
-    def native(self) -> dict[str, Any]:
-        """What both native engines are loaded with."""
-        names = ("dtype", "layers", "skip", "slots", "rows", "features", "progress", "kv_memory")
-        return {name: getattr(self, name) for name in names}
-
-
 def load_engine(
     path: Path,
     *,
@@ -150,55 +105,66 @@ def load_engine(
     `slots`: number of sessions. `rows`: cache rows of each; None: the checkpoint's context and 256 of scratch.
     `threads`: of operations on a CPU, in the complete process; None: one for each processor. `group`: the
     ranks that share a model. `features`: that passes return beside logits. `progress` is called with the fraction done,
-    0 to 1. `kv_memory`: see `CpuEngine.load`. `adapters`: see `DeviceEngine.load`; the compiled kernels need no
-    preparation. `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
+    0 to 1. `kv_memory`, `adapters`: see `EngineSettings`; the compiled kernels need no preparation for adapters.
+    `heads`: a folder of EAGLE heads that draft on the engine's device, not for a CPU.
 
     Raises CheckpointError for a checkpoint that is missing, corrupt or not supported, with the file and what to do;
     ConfigError where this machine, its packages or the backend do not support a setting, for layers that the checkpoint
     does not have, and for ranks that cannot share it.
     """
-    settings = _Settings(**locals())
-    if dtype == "float8" and settings.loader != "device":
+    settings = EngineSettings(**{name: value for name, value in locals().items() if name not in ("path", "backend")})
+    chosen = chosen_backend(path, backend)
+    kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
+    if dtype == "float8" and kind.load is not _load_on_device:
         raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
-    return _LOADERS[settings.loader](settings)
+    return kind.load(path, settings)
 
 
-def _load_compiled(it: _Settings) -> Engine:
-    engine = CpuEngine.load(it.path, threads=it.threads, group=it.group, **it.native)
-    log.debug("%s is computed by %s", it.path, engine.computed_by)
+def _why_on_torch(it: EngineSettings) -> str:
+    """Return why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
+    if isinstance(it.group, SocketGroup | SingleRank):
+        return missing()
+    return "its ranks are connected by torch.distributed"
+
+
+def _load_compiled(path: Path, it: EngineSettings) -> Engine:
+    engine = CpuEngine.load(path, it)
+    log.debug("%s is computed by %s", path, engine.computed_by)
     return engine
 
 
-def _load_on_torch(it: _Settings) -> Engine:
+def _load_on_torch(path: Path, it: EngineSettings) -> Engine:
     """Load the device's engine for a CPU, where the compiled kernels do not run. The host chooses the tokens."""
-    reason = it.why_on_torch
+    reason = _why_on_torch(it)
     if it.numerics == "invariant":
         raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
     if it.dtype in ("int8", "int4"):
         raise ConfigError(f"dtype: {it.dtype} on a CPU is for the compiled kernels alone, and {reason}; use bfloat16")
     with requires_torch(f"without the compiled kernels ({reason}) a model"):
         import torch
+
+        from outrider.engine.gpu import DeviceEngine
     if it.threads is not None:
         torch.set_num_threads(it.threads)
-    engine = _device_engine(it)
+    engine = DeviceEngine.load(path, it)
     engine.samples_tokens = engine.restricts_tokens = False  # these gain where a device is apart
     engine.grows_trees = engine.begins_next_pass = False
     engine.computed_by = f"torch, not by the compiled kernels: {reason}"
-    log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", it.path, engine.computed_by)
+    log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", path, engine.computed_by)
     return engine
 
 
-def _load_on_device(it: _Settings) -> Engine:
+def _load_on_device(path: Path, it: EngineSettings) -> Engine:
     with requires_torch(f"device {it.device}"):
-        from outrider.engine.gpu import DeviceEagleDrafts
-    engine = _device_engine(it)
+        from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
+    engine = DeviceEngine.load(path, it)
     if it.heads is not None:
         DeviceEagleDrafts(engine)
     if engine.kv_tokens:
         log.info(
             "%s: memory holds the KV of %d tokens: %.1f of %d texts of %d tokens at once; where it is full, sessions "
             "wait for one another",
-            it.path,
+            path,
             engine.kv_tokens,
             engine.kv_tokens / engine.context,
             it.slots,
@@ -206,25 +172,11 @@ def _load_on_device(it: _Settings) -> Engine:
         )
     began = time.monotonic()
     engine.record()
-    log.info("%s: recorded its passes in %.1f s", it.path, time.monotonic() - began)
+    log.info("%s: recorded its passes in %.1f s", path, time.monotonic() - began)
     return engine
 
 
-def _device_engine(it: _Settings) -> DeviceEngine:
-    from outrider.engine.gpu import DeviceEngine
-
-    return DeviceEngine.load(
-        it.path,
-        device=it.device,
-        numerics=it.numerics,
-        group=it.group,
-        adapters=it.adapters,
-        heads=it.heads,
-        **it.native,
-    )
-
-
-def _load_transformers(it: _Settings) -> Engine:
+def _load_transformers(path: Path, it: EngineSettings) -> Engine:
     if it.features is not None:
         raise ConfigError(
             "heads: only the native backend gives the hidden states that they draft from; leave heads and features out"
@@ -235,13 +187,13 @@ def _load_transformers(it: _Settings) -> Engine:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
     if it.device != "cpu":
         raise ConfigError(f"device: {it.device} is for the native backend alone; use cpu")
-    if UNPADDED in read_json(it.path / "config.json"):
+    if UNPADDED in read_json(path / "config.json"):
         raise CheckpointError(
-            f"{it.path}: is padded with ids that the model must never choose; only the native backend ensures that"
+            f"{path}: is padded with ids that the model must never choose; only the native backend ensures that"
         )
     if it.numerics != "fast":
         raise ConfigError(f"numerics: {it.numerics} is for the native backend alone; use fast")
-    family = read_outline(it.path).model_type
+    family = read_outline(path).model_type
     with requires_torch(f"backend: {family}"):
         import torch
 
@@ -257,33 +209,39 @@ def _load_transformers(it: _Settings) -> Engine:
                 f"backend: {family} runs through transformers, which is not to be had here ({error}); "
                 "pip install 'outrider[transformers]'"
             ) from None
-        threads = torch.get_num_threads()
         shard, method = it.group.shard, None
         try:
-            if it.dtype != "float32" and _bytes(it.path) <= PRECISE:
-                method = find_serving_method(Pretrained.load(it.path, "float32", shard), threads=threads)
+            if it.dtype != "float32" and _bytes(path) <= PRECISE:
+                method = find_serving_method(Pretrained.load(path, "float32", shard))
                 gc.collect()  # modules form reference cycles: only this frees them before the next load
-            pretrained = Pretrained.load(it.path, it.dtype, shard)
-            method = find_serving_method(pretrained, threads=threads, after=method)
+            pretrained = Pretrained.load(path, it.dtype, shard)
+            method = find_serving_method(pretrained, after=method)
         except CheckpointError as error:
             if method is not None:  # the model can be served in float32
                 raise ConfigError(
-                    f"dtype: {it.path} does not run in {it.dtype}: {error}; use float32 or bfloat16"
+                    f"dtype: {path} does not run in {it.dtype}: {error}; use float32 or bfloat16"
                 ) from None
-            raise CheckpointError(f"{it.path}: {error}") from None
-        rows = pretrained.context + SCRATCH if it.rows is None else it.rows
-        engine = method.build(pretrained, slots=it.slots, rows=rows, threads=threads, group=it.group)
+            raise CheckpointError(f"{path}: {error}") from None
+        engine = method.build(pretrained, it)
     if it.progress is not None:
         it.progress(1.0)
     return engine
 
 
-_LOADERS: dict[str, Callable[[_Settings], Engine]] = {
-    "compiled": _load_compiled,
-    "torch": _load_on_torch,
-    "device": _load_on_device,
-    "transformers": _load_transformers,
-}
+class EngineKind(NamedTuple):
+    """A kind of engine."""
+
+    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.config.Backend`
+    runs: Callable[[EngineSettings], bool]  # whether it is for these settings, where no kind before it is
+    load: Callable[[Path, EngineSettings], Engine]  # raises as `load_engine`
+
+
+ENGINES = (
+    EngineKind("native", lambda it: it.device != "cpu", _load_on_device),
+    EngineKind("native", lambda it: not _why_on_torch(it), _load_compiled),
+    EngineKind("native", lambda it: True, _load_on_torch),
+    EngineKind("transformers", lambda it: True, _load_transformers),
+)
 
 
 @contextmanager

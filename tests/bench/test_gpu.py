@@ -28,6 +28,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.checkpoints.padding import PaddedWeights, known_shape
 from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import MODELS
 
@@ -114,7 +115,7 @@ def test_the_gpu_figures_follow_from_the_measured_times() -> None:
 @pytest.fixture(scope="module")
 def engines() -> tuple[DeviceEngine, DeviceEngine]:
     loading = {"device": "cpu", "dtype": "float32", "slots": 3, "rows": 330}
-    made = [DeviceEngine.load(MODELS / name, **loading) for name in ("target", "drafter")]  # type: ignore[arg-type]
+    made = [DeviceEngine.load(MODELS / name, EngineSettings(**loading)) for name in ("target", "drafter")]  # type: ignore[arg-type]
     return made[0], made[1]
 
 

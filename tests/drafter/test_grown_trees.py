@@ -24,6 +24,7 @@ from outrider.engine.gpu import DeviceEngine
 from outrider.engine.growth import GrownLevel
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
+from outrider.engine.interface.settings import EngineSettings
 from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 
@@ -92,7 +93,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *, grows: bool = True) -> Counted:
-    engine = Counted.load(folder, device=DEVICE, dtype="float32", slots=2)
+    engine = Counted.load(folder, EngineSettings(device=DEVICE, dtype="float32", slots=2))
     engine.grows_trees = grows
     return engine  # type: ignore[return-value]
 

@@ -25,6 +25,7 @@ from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.candidates import row_candidates
 from outrider.engine.interface.logits import BestTokens, HostLogits, LogitsRow, logits_rows
+from outrider.engine.interface.settings import EngineSettings
 from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import taped
 from tests.engine.small_checkpoints import pad_vocabulary
@@ -186,7 +187,7 @@ def test_rows_whose_best_ids_include_padding_are_ranked_again_by_the_session(
 ) -> None:
     target = 16
     folder = pad_vocabulary(make_tiny(tmp_path / "tiny", layers=1, width=32), tmp_path / "padded", 90, loudness=1.5)
-    engine = DeviceEngine.load(folder, device="cpu", dtype="float32", slots=1)
+    engine = DeviceEngine.load(folder, EngineSettings(device="cpu", dtype="float32", slots=1))
     taped(engine)
     contract = Contract(seed=7, max_tokens=200, temperature=temperature)
     deltas: dict[bool, list[Delta]] = {False: [], True: []}

@@ -18,6 +18,7 @@ from outrider.core.session.snapshot import MirrorSnapshot
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import HostLogits, Logits, logits_rows
+from outrider.engine.interface.settings import EngineSettings
 from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.gpu.taped import taped
 
@@ -81,7 +82,7 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
 def test_trees_are_equal_whether_the_engine_or_the_session_ranks(
     terms: dict[str, Any], fetches: bool, tmp_path: Path
 ) -> None:
-    engine = Asked.load(make_tiny(tmp_path, layers=2, width=32), device="cpu", dtype="float32", slots=1)
+    engine = Asked.load(make_tiny(tmp_path, layers=2, width=32), EngineSettings(device="cpu", dtype="float32", slots=1))
     taped(engine)
     contract = Contract(seed=7, max_tokens=200, **terms)
     expected, ours = grown(engine, contract, ranks=False), grown(engine, contract, ranks=True)

@@ -21,6 +21,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import SCRATCH
+from outrider.engine.interface.settings import EngineSettings
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
 from tests.e2e.test_lookups import TARGET
@@ -115,7 +116,9 @@ def steps_after(answer: Answer, length: int) -> list[int]:
 
 @asynccontextmanager
 async def bounded(text: Sequence[int], drafter: list[DrafterConfig], **verifier: Any) -> AsyncIterator[Bounded]:
-    memory = least_memory(CpuEngine.load(TARGET, dtype="float32", slots=1, rows=CONTEXT + SCRATCH, threads=1))
+    memory = least_memory(
+        CpuEngine.load(TARGET, EngineSettings(dtype="float32", slots=1, rows=CONTEXT + SCRATCH, threads=1))
+    )
     config = ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": TARGET}),
         verifier=[

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.small_checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8
 
 
 class OnTorch(DeviceEngine):
-    """The device's engine on a CPU, which serves where there is no compiler; loaded as `CpuEngine` is."""
-
-    @classmethod
-    def load(cls, path: Path, *, threads: int | None = None, **settings: Any) -> DeviceEngine:  # type: ignore[override]
-        return DeviceEngine.load(path, device="cpu", **settings)
+    """The device's engine on a CPU, which serves where there is no compiler."""
 
 
 EngineClass = type[CpuEngine] | type[OnTorch]
@@ -48,13 +44,13 @@ def engine_class(request: pytest.FixtureRequest) -> EngineClass:
 @pytest.fixture(scope="session")
 def small(engine_class: EngineClass, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = make_checkpoint(tmp_path_factory.mktemp("small"))
-    return engine_class.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return engine_class.load(folder, EngineSettings(dtype="float32", slots=SLOTS, threads=1)), Reference.load(folder)
 
 
 @pytest.fixture(scope="session")
 def target(engine_class: EngineClass) -> Pair:
     folder: Path = MODELS / "target"
-    return engine_class.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return engine_class.load(folder, EngineSettings(dtype="float32", slots=SLOTS, threads=1)), Reference.load(folder)
 
 
 @pytest.fixture(params=["small", "target"])

@@ -21,6 +21,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEagleDrafts, DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.group import ALONE, Group, RankLost
 from outrider.engine.tensor_parallel.leader import follow, lead
@@ -51,7 +52,7 @@ def load(folder: Path, group: Group, loading: dict[str, Any]) -> Engine:
     assert isinstance(group, TorchRanks)
     left_out = ("threads",) if group.shard.rank == 0 else ("threads", "heads")
     engine = DeviceEngine.load(
-        folder, group=group, **{it: value for it, value in loading.items() if it not in left_out}
+        folder, EngineSettings(group=group, **{it: value for it, value in loading.items() if it not in left_out})
     )
     if engine.eagle is not None:
         DeviceEagleDrafts(engine)
@@ -165,12 +166,12 @@ def leading(folder: Path, of: int, **loading: Any) -> Iterator[Engine]:
     groups = [it.result() for it in meet(of, meeting_point())]
 
     def follow_in_thread(group: SocketGroup) -> None:
-        follow(CpuEngine.load(folder, group=group, **settings), group)
+        follow(CpuEngine.load(folder, EngineSettings(group=group, **settings)), group)
 
     others = [threading.Thread(target=follow_in_thread, args=(group,)) for group in groups[1:]]
     for other in others:
         other.start()
-    leader = lead(CpuEngine.load(folder, group=groups[0], **settings), groups[0])
+    leader = lead(CpuEngine.load(folder, EngineSettings(group=groups[0], **settings)), groups[0])
     try:
         yield leader
     finally:

@@ -22,6 +22,7 @@ from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embed
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.torch_layers.weights import complex_rotations
 from tests.engine.gpu.taped import DEVICE
 from tests.engine.small_checkpoints import prompt
@@ -44,7 +45,7 @@ def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = Fal
 
 def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
     """A text, and what the target generates greedily after it."""
-    engine = CpuEngine.load(target, dtype="float32", slots=1, threads=1)
+    engine = CpuEngine.load(target, EngineSettings(dtype="float32", slots=1, threads=1))
     tokens = [*text]
     logits = engine.forward([prompt(0, np.array(tokens), wanted=1)])
     for _ in range(count):
@@ -55,7 +56,7 @@ def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
 
 def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor:
     """The target's features of each token of a text: [tokens, width * parts]."""
-    engine = CpuEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
+    engine = CpuEngine.load(target, EngineSettings(dtype="float32", slots=1, threads=1, features=features))
     engine.forward([prompt(0, np.array([*text]))])
     return engine.hidden().clone()
 
@@ -133,6 +134,8 @@ def _train(network: Network, loss: object) -> None:
 def target_with_heads(target: Path, heads: Path, **terms: Any) -> DeviceEngine:
     """A target on a device, with EAGLE heads beside it."""
     features = read_heads_config(heads).features
-    engine = DeviceEngine.load(target, device=DEVICE, dtype="float32", features=features, heads=heads, **terms)
+    engine = DeviceEngine.load(
+        target, EngineSettings(device=DEVICE, dtype="float32", features=features, heads=heads, **terms)
+    )
     DeviceEagleDrafts(engine)
     return engine

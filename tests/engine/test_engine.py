@@ -14,6 +14,7 @@ import torch
 from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.torch_layers.kv_cache import lazy_zeros
 from tests.engine.conftest import Pair
 from tests.engine.small_checkpoints import MODELS, prompt, random_tokens
@@ -138,7 +139,7 @@ def test_kv_takes_memory_only_when_it_is_written() -> None:
 
 def test_progress_rises_to_one() -> None:
     reported: list[float] = []
-    CpuEngine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=reported.append)
+    CpuEngine.load(MODELS / "drafter", EngineSettings(dtype="bfloat16", slots=1, threads=1, progress=reported.append))
     assert reported == sorted(reported)
     assert reported[0] > 0.0
     assert reported[-1] == 1.0

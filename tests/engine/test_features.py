@@ -10,6 +10,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from tests.engine.conftest import EngineClass
@@ -26,7 +27,7 @@ def reference() -> Reference:
 
 
 def engine_of(engine_class: EngineClass, features: Features) -> Engine:
-    return engine_class.load(TARGET, dtype="float32", slots=8, threads=1, features=features)
+    return engine_class.load(TARGET, EngineSettings(dtype="float32", slots=8, threads=1, features=features))
 
 
 def hidden_states(reference: Reference, features: Features, tokens: np.ndarray) -> np.ndarray:
@@ -66,7 +67,7 @@ def test_features_are_the_hidden_states_of_transformers(
     ]
     expected = np.stack([hidden_states(reference, features, text)[-1] for rows in kept for text in rows])
     assert np.abs(engine.hidden().numpy() - expected).max() < 1e-4 * np.abs(expected).max()
-    plain = engine_class.load(TARGET, dtype="float32", slots=8, threads=1)
+    plain = engine_class.load(TARGET, EngineSettings(dtype="float32", slots=8, threads=1))
     mixed(plain, texts, Tree.random(plain, np.random.default_rng(4), 3))
     assert np.abs(plain.forward(segments) - logits).max() < 1e-4
 

@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.conftest import EngineClass, OnTorch, Pair
 from tests.engine.small_checkpoints import (
     MODELS,
@@ -28,23 +29,23 @@ def test_logits_equal_those_of_transformers_for_every_shape(
     shape: str, engine_class: EngineClass, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, shape)
-    engine = engine_class.load(folder, dtype="float32", slots=1, threads=1)
+    engine = engine_class.load(folder, EngineSettings(dtype="float32", slots=1, threads=1))
     tokens = random_tokens(engine, np.random.default_rng(1), 150)
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(folder).logits(tokens))
 
 
 def test_a_machine_without_prepacked_linears_gets_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path, "biased")
-    prepacked = OnTorch.load(folder, dtype="float32", slots=1, threads=1)
+    prepacked = OnTorch.load(folder, EngineSettings(dtype="float32", slots=1, threads=1))
     monkeypatch.setattr("outrider.engine.torch_layers.linear.can_prepack", lambda dtype: False)
-    plain = OnTorch.load(folder, dtype="float32", slots=1, threads=1)
+    plain = OnTorch.load(folder, EngineSettings(dtype="float32", slots=1, threads=1))
     tokens = random_tokens(plain, np.random.default_rng(3), 40)
     assert_same(plain.forward([prompt(0, tokens)]), prepacked.forward([prompt(0, tokens)]))
 
 
 @pytest.mark.parametrize("name", ["target", "drafter"])
 def test_a_real_model_errs_no_more_than_transformers_does(name: str, engine_class: EngineClass) -> None:
-    engine = engine_class.load(MODELS / name, dtype="float32", slots=1, threads=1)
+    engine = engine_class.load(MODELS / name, EngineSettings(dtype="float32", slots=1, threads=1))
     tokens = random_tokens(engine, np.random.default_rng(2), 120)
     exact = Reference.load(MODELS / name, torch.float64).logits(tokens)
     reference = Reference.load(MODELS / name).logits(tokens)
@@ -177,7 +178,7 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only(en
     Our residual stream is float32, so we must be closer to float32 than transformers in bfloat16 is, and within
     the 0.125 by which bfloat16 passes of different shapes were seen to differ there.
     """
-    engine = engine_class.load(MODELS / "target", dtype="bfloat16", slots=1, threads=1)
+    engine = engine_class.load(MODELS / "target", EngineSettings(dtype="bfloat16", slots=1, threads=1))
     tokens = random_tokens(engine, np.random.default_rng(8), 120)
     exact = Reference.load(MODELS / "target").logits(tokens)
     rounded = Reference.load(MODELS / "target", torch.bfloat16).logits(tokens)
@@ -192,7 +193,7 @@ def test_a_row_without_context_gives_equal_bits_in_passes_of_every_size(dtype: s
 
     Those of oneDNN are not: with Intel's AMX its bfloat16 rounds otherwise from 33 rows on.
     """
-    engine = CpuEngine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+    engine = CpuEngine.load(MODELS / "drafter", EngineSettings(dtype=dtype, slots=1, threads=1))  # type: ignore[arg-type]
     alone = engine.forward([prompt(0, np.array([65]))])
     for rows in (2, 3, 7, 8, 31, 33, 64, 130):
         tokens = np.arange(rows) * 3

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
@@ -37,7 +38,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def load(folder: Path, dtype: Dtype, threads: int = 1) -> CpuEngine:
-    return CpuEngine.load(folder, dtype=dtype, slots=SLOTS, rows=TEXT + 300, threads=threads)
+    return CpuEngine.load(folder, EngineSettings(dtype=dtype, slots=SLOTS, rows=TEXT + 300, threads=threads))
 
 
 class Bench:

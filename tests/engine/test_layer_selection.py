@@ -14,6 +14,7 @@ from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.layer_selection import kept_layers
 from outrider.errors import ConfigError
 from tests.engine.conftest import EngineClass, OnTorch
@@ -36,7 +37,7 @@ OF_ALL_DTYPES = pytest.mark.parametrize(
 
 
 def load(engine_class: EngineClass, folder: Path, **options: Any) -> Engine:
-    return engine_class.load(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **options})
+    return engine_class.load(folder, EngineSettings(**{"dtype": "float32", "slots": 1, "threads": 1, **options}))
 
 
 def logits(engine: Engine) -> np.ndarray:

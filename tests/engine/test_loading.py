@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from outrider.config import Backend
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
-from outrider.engine.loading import chosen_backend, load_engine, outline
+from outrider.engine.loading import ENGINES, chosen_backend, load_engine, outline
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.treeless import TreelessEngine
 from outrider.errors import CheckpointError, ConfigError
@@ -203,3 +204,7 @@ def test_unpickable_ids_need_a_backend_that_excludes_them(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="device: cuda is for the native backend"):
         load_engine(folder, backend="transformers", dtype="float32", slots=1, device="cuda")
     assert load_engine(folder, dtype="float32", slots=1).vocabulary == 131
+
+
+def test_the_configuration_names_the_engines_that_there_are() -> None:
+    assert {"auto", *(kind.backend for kind in ENGINES)} == {*get_args(Backend)}

@@ -16,6 +16,7 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from outrider.training.acceptance import (
     TargetTexts,
     acceptance_length,
@@ -28,7 +29,7 @@ PROMPT, ANSWER, GAMMA = 24, 40, 4
 
 
 def load(name: str, slots: int) -> CpuEngine:
-    return CpuEngine.load(Path("models") / name, dtype="float32", slots=slots, rows=128, threads=1)
+    return CpuEngine.load(Path("models") / name, EngineSettings(dtype="float32", slots=slots, rows=128, threads=1))
 
 
 @pytest.fixture(scope="module")

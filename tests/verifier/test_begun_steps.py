@@ -16,6 +16,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
+from outrider.engine.interface.settings import EngineSettings
 from tests.e2e.tiny_models import make_tiny
 from tests.engine.gpu.taped import DEVICE
 from verifier_svc.proposers.ngram_proposer import NgramProposers
@@ -60,7 +61,7 @@ class Rig:
     """A loop over an engine, and the sessions that were opened."""
 
     def __init__(self, folder: Path, *, runs_on: bool, ngram: bool = False, slots: int = 8) -> None:
-        self.engine = Counted.load(folder, device=DEVICE, dtype="float32", slots=slots)
+        self.engine = Counted.load(folder, EngineSettings(device=DEVICE, dtype="float32", slots=slots))
         self.engine.begins_next_pass, self.engine.calls = runs_on, []  # type: ignore[attr-defined]
         cost = CostModel([(1, 0.010), (64, 0.011)])
         proposers = NgramProposers(Lookups("suffix", None)) if ngram else None

@@ -23,6 +23,7 @@ from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Traits
 from outrider.engine.interface.logits import HostLogits, Logits
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import ConfigError
 from tests.e2e.tiny_models import VOCABULARY, make_tiny
@@ -97,7 +98,7 @@ async def test_texts_gaps_and_logprobs_are_equal_whether_the_engine_or_the_sampl
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 12}
-    expected, chosen, _ = await generated(Undrawing.load(folder, **loading))
+    expected, chosen, _ = await generated(Undrawing.load(folder, EngineSettings(**loading)))
     here: set[int] = set()
     choose = Sampler.choose
 
@@ -106,7 +107,7 @@ async def test_texts_gaps_and_logprobs_are_equal_whether_the_engine_or_the_sampl
         return choose(self, *arguments)
 
     monkeypatch.setattr(Sampler, "choose", counted)
-    engine = DeviceEngine.load(folder, **loading)
+    engine = DeviceEngine.load(folder, EngineSettings(**loading))
     taped(engine)
     texts, drawn, accepted = await generated(engine)
     exact = len(PLAIN)  # what a p/q rule draws depends on the steps, too

@@ -13,6 +13,7 @@ from outrider.engine.cpu.engine import SPARE, CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.attention.page_table import PAGE_ROWS, TEXT_SPARE, pages_of
 from outrider.engine.interface.engine import PAGE, SCRATCH
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 from tests.verifier.test_step_loop import MODELS, PLAN, TEXT, Free, draft
 from verifier_svc.scheduler import StepScheduler
@@ -44,11 +45,11 @@ class Rig:
 def bounded(pages: int | None, slots: int = 6) -> Rig:
     """A loop with room for one text and `pages` pages more; None: for all."""
     rows = CONTEXT + 256
-    engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1)
+    engine = CpuEngine.load(MODELS / "drafter", EngineSettings(dtype="float32", slots=slots, rows=rows, threads=1))
     if pages is not None:
         memory = least_memory(engine, pages)
         engine = CpuEngine.load(
-            MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1, kv_memory=memory
+            MODELS / "drafter", EngineSettings(dtype="float32", slots=slots, rows=rows, threads=1, kv_memory=memory)
         )
     engine.context = CONTEXT
     return Rig(engine)
@@ -104,7 +105,8 @@ async def test_texts_are_equal_with_kv_memory_for_all_sessions_or_hardly_one() -
 async def test_sessions_on_a_device_wait_for_one_another_too() -> None:
     def on_device(kv_memory: int | None) -> Rig:
         engine = DeviceEngine.load(
-            MODELS / "drafter", device="cpu", dtype="float32", slots=8, rows=180 + SCRATCH, kv_memory=kv_memory
+            MODELS / "drafter",
+            EngineSettings(device="cpu", dtype="float32", slots=8, rows=180 + SCRATCH, kv_memory=kv_memory),
         )
         engine.context = 180
         assert (engine.memory(0, 0, 1) is None) is (kv_memory is None)

@@ -23,6 +23,7 @@ from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.speculator import HeadRoot, KeptFeatures
 from outrider.engine.interface.engine import SCRATCH, Engine
+from outrider.engine.interface.settings import EngineSettings
 from tests.e2e.tiny_models import CONTEXT, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.taught import features_of, greedy, random_heads, target_with_heads, taught_heads
@@ -52,18 +53,20 @@ def text(target: Path) -> list[int]:
 
 def bound(target: Path) -> int:
     """Bytes for KV of one text, and of about three."""
-    return least_memory(CpuEngine.load(target, dtype="float32", slots=SLOTS, threads=1))
+    return least_memory(CpuEngine.load(target, EngineSettings(dtype="float32", slots=SLOTS, threads=1)))
 
 
 def bounded(target: Path, heads: Path) -> Engine:
     features = check_heads(heads, target).features
-    return CpuEngine.load(target, dtype="float32", slots=SLOTS, threads=1, features=features, kv_memory=bound(target))
+    return CpuEngine.load(
+        target, EngineSettings(dtype="float32", slots=SLOTS, threads=1, features=features, kv_memory=bound(target))
+    )
 
 
 def bounded_on_device(target: Path, heads: Path) -> Engine:
     whole = target_with_heads(target, heads, slots=SLOTS)
     assert whole.eagle is not None
-    page = PAGE_ROWS * whole.row_bytes + whole.eagle.page_bytes
+    page = PAGE_ROWS * whole.kv.row_bytes + whole.eagle.page_bytes
     least = pages_of(whole.rows + SCRATCH) + TEXT_SPARE
     return target_with_heads(target, heads, slots=SLOTS, kv_memory=least * page)
 

@@ -13,6 +13,7 @@ import typer
 
 from outrider.cli.command import figures_table, reported
 from outrider.cli.flags import TLS
+from outrider.config import Backend
 from outrider.core.session.speculation_status import printable
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from outrider.rpc.tls import Tls
     from outrider.wire.verifier import Control
 
-Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 Ca = Annotated[Path | None, typer.Option(envvar=TLS["ca"], help="The CA whose certificates are trusted, for TLS.")]
 Cert = Annotated[Path | None, typer.Option(envvar=TLS["cert"], help="This tool's certificate; it names the role.")]

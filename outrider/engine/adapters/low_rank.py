@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.checkpoint import ModelConfig, parse_json
 from outrider.engine.checkpoints.files import ReadFile, read_file
 from outrider.engine.checkpoints.stored_tensors import StoredTensors
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 FILES = CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 512
@@ -84,6 +85,35 @@ def adapter_folder(root: Path, name: str) -> Path | None:
         return path if root in path.parents and path.is_dir() else None
     except (OSError, ValueError, RuntimeError):  # a name that is too long, a zero byte, a loop of links
         return None
+
+
+class AdapterLoader(ABC):
+    """Loads the adapters of an engine: handles that segments have."""
+
+    most_bytes: int  # of an adapter's weights
+
+    def load(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        """Return an adapter and what was read; see `Engine.load_adapter`."""
+        return self.pack(read_files(folder, self.most_bytes))
+
+    @abstractmethod
+    def pack(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        """Return the adapter that files hold, and what was read of them."""
+
+
+class NoAdapters(AdapterLoader):
+    """The adapters of an engine that has none."""
+
+    most_bytes = 0
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def load(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        raise ConfigError(f"adapters: {self._why}")
+
+    def pack(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        return self.load(files.folder)
 
 
 class AdapterFiles(NamedTuple):

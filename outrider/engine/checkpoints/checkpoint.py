@@ -85,12 +85,7 @@ def read_tokenizer_digest(folder: Path) -> bytes:
 
 def read_tokenizer_size(folder: Path) -> int:
     """Return the number of ids of the folder's tokenizer, up to the largest one. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
-    content = read_file(path, MOST_JSON).content.tobytes()
-    try:
-        return 1 + max(Tokenizer.from_buffer(content).get_vocab().values(), default=-1)
-    except Exception as error:  # tokenizers raises no more specific class
-        raise CheckpointError(f"{path}: is no tokenizer ({error}); download the checkpoint again") from None
+    return 1 + max(_read_tokenizer(folder / "tokenizer.json")[0].get_vocab().values(), default=-1)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -226,9 +221,12 @@ class Weights(StoredTensors):
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
-    path = checkpoint_folder(checkpoint, weights=False) / "tokenizer.json"
+    return _read_tokenizer(checkpoint_folder(checkpoint, weights=False) / "tokenizer.json")
+
+
+def _read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     content = read_file(path, MOST_JSON).content.tobytes()
     try:
         return Tokenizer.from_buffer(content), tokenizer_digest(content)
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+        raise CheckpointError(f"{path}: is no tokenizer ({error}); download the checkpoint again") from None

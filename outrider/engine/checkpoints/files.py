@@ -7,27 +7,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import CheckpointError
-
-
-class Content(Protocol):
-    """The content of a file."""
-
-    @property
-    def path(self) -> Path:
-        """The file, for errors."""
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-
-    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return bytes [start, stop), which are within the size. Raises CheckpointError."""
 
 
 class _State(NamedTuple):
@@ -103,6 +88,9 @@ class ReadFile(NamedTuple):
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a view of bytes [start, stop)."""
         return self.content[start:stop]
+
+
+Content = CheckpointFile | ReadFile
 
 
 def read_file(path: Path, most: int, *, links: bool = True) -> ReadFile:

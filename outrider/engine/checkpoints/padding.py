@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.checkpoint import INDEX, SINGLE, UNPADDED, ModelConfig, Weights, read_config, read_json
 from outrider.engine.checkpoints.model_card import SAME, weights_digest
 from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_tensor
+from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -249,11 +250,9 @@ def choose_shape(config: ModelConfig, parameters: int) -> PaddedShape | None:
     return None if best is None else best[1]
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a checkpoint."""
+class _Padding(NamedTuple):
+    """How a tensor of a checkpoint is padded."""
 
-    name: str
-    size: tuple[int, ...]
     # Content of the new part. "ids": zero in rows of ids that the source has, random in others.
     fill: Literal["zero", "random", "one", "ids"]
     # Place of the source's part: "first": at the beginning; "norm": there, scaled as the width grows; "heads" and
@@ -261,38 +260,53 @@ class _Tensor(NamedTuple):
     place: Literal["first", "norm", "heads", "columns"] = "first"
 
 
+_PADDINGS = {  # by what a tensor is, see `Shard`; a bias is padded as its linear, but for those behind the projections
+    "embedding": _Padding("ids"),
+    "norm": _Padding("one", "norm"),
+    "attention_norm": _Padding("one", "norm"),
+    "ffn_norm": _Padding("one", "norm"),
+    "query_norm": _Padding("one"),
+    "key_norm": _Padding("one"),
+    "query": _Padding("random", "heads"),
+    "output": _Padding("zero", "columns"),
+    "output_bias": _Padding("zero"),
+    "down": _Padding("zero"),
+}
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a padded checkpoint."""
+
+    name: str
+    size: tuple[int, ...]
+    padding: _Padding
+
+
+def _shaped_config(config: ModelConfig, shape: PaddedShape) -> ModelConfig:
+    """Return the configuration of a model in that shape."""
+    return replace(
+        config,
+        width=shape.width,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn=shape.ffn,
+        vocabulary=shape.vocabulary,
+        tied=shape.tied,
+        eps=config.eps * config.width / shape.width,
+    )
+
+
 def _tensors(config: ModelConfig, shape: PaddedShape) -> Iterator[_Tensor]:
     """Yield all tensors of a checkpoint of that shape."""
-    width, ffn = shape.width, shape.ffn
-    keys = shape.kv_heads * config.head_dim
-    queries = shape.heads * config.head_dim
-    yield _Tensor("model.embed_tokens.weight", (shape.vocabulary, width), "ids")
-    for index in range(shape.layers):
-        prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield _Tensor(f"{prefix}.input_layernorm.weight", (width,), "one", "norm")
-        yield _Tensor(f"{prefix}.post_attention_layernorm.weight", (width,), "one", "norm")
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            place: Literal["heads", "first"] = "heads" if name == "q" else "first"
-            yield _Tensor(f"{attention}.{name}_proj.weight", (size, width), "random", place)
-            if config.qkv_bias:
-                yield _Tensor(f"{attention}.{name}_proj.bias", (size,), "random", place)
-        if config.head_norms:
-            yield _Tensor(f"{attention}.q_norm.weight", (config.head_dim,), "one")
-            yield _Tensor(f"{attention}.k_norm.weight", (config.head_dim,), "one")
-        yield _Tensor(f"{attention}.o_proj.weight", (width, queries), "zero", "columns")
-        if config.output_bias:
-            yield _Tensor(f"{attention}.o_proj.bias", (width,), "zero")
-        for name in ("gate", "up"):
-            yield _Tensor(f"{mlp}.{name}_proj.weight", (ffn, width), "random")
-            if config.ffn_bias:
-                yield _Tensor(f"{mlp}.{name}_proj.bias", (ffn,), "random")
-        yield _Tensor(f"{mlp}.down_proj.weight", (width, ffn), "zero")
-        if config.ffn_bias:
-            yield _Tensor(f"{mlp}.down_proj.bias", (width,), "zero")
-    yield _Tensor("model.norm.weight", (width,), "one", "norm")
-    if not shape.tied:
-        yield _Tensor("lm_head.weight", (shape.vocabulary, width), "random")
+    padded, whole = _shaped_config(config, shape), Shard()
+    ends = whole.ends(padded)
+    if padded.tied:
+        del ends["head"]
+    for parts in (ends, *(whole.layer(padded, index) for index in range(padded.layers))):
+        for what, part in parts.items():
+            padding = _PADDINGS.get(what) or _PADDINGS.get(what.removesuffix("_bias"), _Padding("random"))
+            yield _Tensor(part.name, part.shape, padding)
 
 
 class PaddedWeights:
@@ -300,17 +314,7 @@ class PaddedWeights:
 
     def __init__(self, source: Weights, config: ModelConfig, shape: PaddedShape) -> None:
         """`config`: that of the source."""
-        self.config = replace(
-            config,
-            width=shape.width,
-            layers=shape.layers,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
-            vocabulary=shape.vocabulary,
-            tied=shape.tied,
-            eps=config.eps * config.width / shape.width,
-        )
+        self.config = _shaped_config(config, shape)
         self._source = source
         self._old, self._new = config, shape
         self._tensors = {tensor.name: tensor for tensor in _tensors(config, shape)}
@@ -347,26 +351,26 @@ class PaddedWeights:
         if name not in self._stored:
             return None
         part = self._source.array(name, *self._stored[name])
-        return _scaled(part, self._new.width / self._old.width) if tensor.place == "norm" else part
+        return _scaled(part, self._new.width / self._old.width) if tensor.padding.place == "norm" else part
 
     def _filled(self, tensor: _Tensor) -> NDArray[Any]:
         """Return a padded tensor without the source's part."""
         dtype = self.dtypes[tensor.name]
-        if tensor.fill in ("zero", "one"):
-            return np.full(tensor.size, _stored_as(np.array([tensor.fill == "one"], np.float32), dtype))
+        if tensor.padding.fill in ("zero", "one"):
+            return np.full(tensor.size, _stored_as(np.array([tensor.padding.fill == "one"], np.float32), dtype))
         random = np.random.default_rng(SEED + zlib.crc32(tensor.name.encode()))
         values = STD * random.standard_normal(min(PERIOD, math.prod(tensor.size)), np.float32)
         made = np.resize(_stored_as(values, dtype), tensor.size)
-        if tensor.fill == "ids":
+        if tensor.padding.fill == "ids":
             made[: self._old.vocabulary] = 0
         return made
 
     def _shaped(self, tensor: _Tensor, values: NDArray[Any], shape: PaddedShape) -> NDArray[Any]:
         """Return a view of a tensor in which the source's part is a corner."""
         heads = shape.kv_heads, shape.group, self._old.head_dim
-        if tensor.place == "heads":
+        if tensor.padding.place == "heads":
             return values.reshape(*heads, *values.shape[1:])
-        return values.reshape(len(values), *heads) if tensor.place == "columns" else values
+        return values.reshape(len(values), *heads) if tensor.padding.place == "columns" else values
 
 
 _STORED = {np.dtype(dtype): name for name, dtype in STORED.items()}  # names of types in safetensors

@@ -9,7 +9,7 @@ bfloat16. A slot that was copied from another one shares its pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +19,12 @@ from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
-from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter, most_bytes, parse_adapter
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
-from outrider.engine.cpu.adapter import pack_adapter
-from outrider.engine.cpu.weights import check_layers, load_layers
+from outrider.engine.cpu.weights import CpuAdapters, check_layers, load_layers
 from outrider.engine.interface.batch import Segment
-from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory, check_sizes
-from outrider.engine.interface.features import Features
+from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory
 from outrider.engine.interface.logits import BestTokens, HostLogits, Logits
-from outrider.engine.layer_selection import kept_layers
-from outrider.engine.tensor_parallel.group import ALONE, SingleRank
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.engine.torch_layers.int4 import check_int4_shape
 from outrider.errors import CheckpointError
@@ -53,22 +49,19 @@ class CpuEngine(Engine):
         model: Model,
         config: ModelConfig,
         digest: bytes,
+        settings: EngineSettings,
         *,
-        dtype: Dtype,
-        slots: int,
         rows: int,
         parameters: int,
-        features: Features | None,
-        group: SocketGroup | SingleRank = ALONE,
-        bounded: bool = False,
         kept: Sequence[int],
-        complete: ModelConfig,
     ) -> None:
         """Make an engine over a compiled model with all of its weights.
 
-        `config`: the shape of this rank's part; `bounded`: memory for KV is less than all slots together could take;
-        `kept`: the layers of the checkpoint that it has; `complete`: the checkpoint's own shape.
+        `config`: the checkpoint's own shape; `kept`: its layers that the model has.
         """
+        dtype, group = settings.dtype, settings.group
+        part = group.shard.config(replace(config, layers=len(kept)))
+        bounded = settings.kv_memory is not None
         sizes = model.sizes()
         super().__init__(
             Traits(
@@ -76,7 +69,7 @@ class CpuEngine(Engine):
                 context=config.context,
                 positions=max(rows, config.context),
                 rows=rows,
-                slots=slots,
+                slots=settings.slots,
                 parameters=parameters,
                 dtype=dtype,
                 numerics="invariant",
@@ -84,10 +77,9 @@ class CpuEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
                 kv_bytes=sizes["kv_bytes"],
-                kv_tokens=sizes["kv_bytes"] // _page_bytes(config, dtype) * PAGE if bounded else 0,
-                features=features,
+                kv_tokens=sizes["kv_bytes"] // _page_bytes(part, dtype) * PAGE if bounded else 0,
+                features=settings.features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
-                adapter_bytes=most_bytes(complete),
                 samples_tokens=True,
                 computed_by=f"compiled kernels ({sizes['instructions']})",
             )
@@ -95,70 +87,38 @@ class CpuEngine(Engine):
         self._model = model
         self._bounded = bounded
         self._group = group
-        self._config = config
-        self._kept = kept
-        self._complete = complete
+        self._width = config.width
+        self.adapters = CpuAdapters(config, group.shard, kept, "float32" if dtype == "float32" else "bfloat16")
         self._logits = np.empty(0, np.float32)  # buffer of `sample`
         self._hidden = np.empty((0, 0), np.float32)
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        dtype: Dtype,
-        layers: int | None = None,
-        skip: Collection[int] = (),
-        slots: int,
-        rows: int | None = None,
-        threads: int | None = None,
-        group: SocketGroup | SingleRank = ALONE,
-        features: Features | None = None,
-        progress: Callable[[float], None] | None = None,
-        instructions: str = "",
-        kv_memory: int | None = None,
-    ) -> CpuEngine:
-        """Load a checkpoint folder; for the other parameters see `load_engine`.
-
-        `instructions`: the instruction set to use; "": the best one. `kv_memory`: bytes for the KV of all slots
-        together; None: as much as they can take.
+    def load(cls, path: Path, settings: EngineSettings) -> CpuEngine:
+        """Load a checkpoint folder, or a rank's part of it.
 
         Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 does not
         support, memory too small for one text, and ranks that cannot share the model.
         """
-        check_sizes(slots, rows)
+        dtype, group = settings.dtype, settings.group
         config = read_config(path)
-        kept = kept_layers(config.layers, layers, skip)
-        if features is not None:
-            features.check(len(kept))
+        kept = settings.kept_layers(config.layers)
         part = group.shard.config(replace(config, layers=len(kept)))
         if dtype == "int4":
             check_int4_shape(part)
         digest = read_tokenizer_digest(path)
-        weights = Weights(path, progress)
-        rows = config.context + SCRATCH if rows is None else rows
+        weights = Weights(path, settings.progress)
+        rows = settings.rows_for(config.context)
         parameters = check_layers(weights, config, kept)
-        memory = 0 if kv_memory is None else _checked_memory(kv_memory, part, dtype, rows)
+        if settings.kv_memory is not None:  # room for one text and its tree
+            pages = -(-(rows + SCRATCH) // PAGE) + SPARE
+            check_kv_memory(settings.kv_memory, pages * _page_bytes(part, dtype), rows)
         try:
-            model = _empty_model(part, dtype, slots, rows, threads, features, instructions, memory, group)
+            model = _empty_model(part, settings, rows)
             load_layers(model, weights, config, group.shard, kept)
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
         weights.finish()
-        return cls(
-            model,
-            part,
-            digest,
-            dtype=dtype,
-            slots=slots,
-            rows=rows,
-            parameters=parameters,
-            features=features,
-            group=group,
-            bounded=kv_memory is not None,
-            kept=kept,
-            complete=config,
-        )
+        return cls(model, config, digest, settings, rows=rows, parameters=parameters, kept=kept)
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         outputs = 0 if self._group.shard.rank else sum(map(_outputs, segments))
@@ -193,7 +153,7 @@ class CpuEngine(Engine):
         wanted, hidden = self.features, None
         if wanted is not None:
             rows = sum(len(it.tokens) if wanted.all_rows else _outputs(it) for it in segments)
-            hidden = np.empty((rows, wanted.parts * self._config.width), np.float32)
+            hidden = np.empty((rows, wanted.parts * self._width), np.float32)
         try:
             self._model.run(segments, draws, best, walks, logits, tokens, scores, hidden)
         except ValueError:
@@ -204,12 +164,6 @@ class CpuEngine(Engine):
             raise self._group.lost(str(error)) from error
         if hidden is not None:
             self._hidden = hidden
-
-    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
-        adapter = parse_adapter(files, self._complete)
-        part = self._group.shard.adapter(adapter, self._complete)
-        dtype = "float32" if self.dtype == "float32" else "bfloat16"
-        return pack_adapter(part, self._config, self._kept, dtype), adapter
 
     def hidden(self) -> Tensor:
         import torch  # only callers that use features need torch
@@ -286,32 +240,14 @@ def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:
     return size * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
 
 
-def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -> int:
-    """Return `memory`. Raises ConfigError where one text and its tree would not fit into it."""
-    page = _page_bytes(config, dtype)
-    minimum = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
-    check_kv_memory(memory, minimum, rows)
-    return memory
-
-
-def _empty_model(
-    config: ModelConfig,
-    dtype: Dtype,
-    slots: int,
-    rows: int,
-    threads: int | None,
-    features: Features | None,
-    instructions: str,
-    kv_memory: int,
-    group: SocketGroup | SingleRank,
-) -> Model:
-    """Return a compiled model without weights."""
+def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Model:
+    """Return a compiled model without weights. `config`: the shape of this rank's part."""
     from outrider._native import Model
 
-    positions = max(rows, config.context)
+    positions, features, group = max(rows, config.context), settings.features, settings.group
     return Model(
-        dtype,
-        HEADS[dtype],
+        settings.dtype,
+        HEADS[settings.dtype],
         (
             config.vocabulary,
             config.unpadded_vocabulary,
@@ -322,14 +258,14 @@ def _empty_model(
             config.head_dim,
             config.ffn,
             positions,
-            slots,
+            settings.slots,
             rows,
             config.eps,
-            kv_memory,
+            settings.kv_memory or 0,
         ),
         *config.rope.table(positions, config.head_dim),
-        threads or len(os.sched_getaffinity(0)),
-        instructions,
+        settings.threads or len(os.sched_getaffinity(0)),
+        settings.instructions,
         () if features is None else features.layers,
         features is not None and features.all_rows,
         (group.shard.rank, group.timeout_s, group.sockets) if isinstance(group, SocketGroup) else (0, 0.0, ()),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.engine.gpu.kernels import Kernels
+from outrider.engine.gpu.passes.cuda_graphs import Recorder, Replay, recorder_for
 from outrider.engine.gpu.weights import DeviceDtype
+from outrider.engine.tensor_parallel.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
@@ -21,6 +27,38 @@ CAPABILITIES: dict[DeviceDtype, tuple[int, int]] = {
     "float32": (7, 0),
     "int4": (8, 0),
 }
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Where an engine computes, and with what."""
+
+    device: torch.device
+    kernels: Kernels
+    recorder: Recorder
+    group: TensorGroup = ALONE  # the ranks that share the model
+
+    @classmethod
+    def on(cls, device: torch.device, group: TensorGroup = ALONE) -> Runtime:
+        """Return the runtime of a device. Raises ConfigError where a CUDA device lacks what its kernels need."""
+        return cls(device, kernels_for(device), recorder_for(device), group)
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Run the work at least once, and return a function that repeats it."""
+        return self.recorder.record(work)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute on this device, which torch keeps for each thread, and without gradients."""
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), on_device:
+            yield
+
+    def sent(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Return numbers that are on their way to the device."""
+        host = torch.from_numpy(numbers)
+        # torch keeps pinned memory until the copy has read it.
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
 
 def check_capability(device: torch.device, dtype: DeviceDtype) -> None:

@@ -10,7 +10,7 @@ section 4.1; across levels as in OPT-Tree (Wang et al., arXiv 2406.17276).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.digest import PHI
-from outrider.engine.gpu.attention.page_table import PageTable
 from outrider.engine.gpu.attention.tree_attention import TREE_COLUMNS, TREE_WORDS, AttentionPlan, pack_masks
 from outrider.engine.gpu.passes.cuda_graphs import Replay
-from outrider.engine.gpu.passes.input_buffers import InputBuffers, OutputInputs, Outputs, RowInputs
+from outrider.engine.gpu.passes.input_buffers import OutputInputs, Outputs, RowInputs
 from outrider.engine.gpu.passes.packing import OUTPUTS, round_up
+from outrider.engine.gpu.passes.pass_runner import PassRunner
 from outrider.engine.gpu.passes.row_states import RowStates
 from outrider.engine.gpu.passes.staging import FLOAT, INTEGER, SMALL, Staging, placed
 from outrider.engine.gpu.sampling.restricted_rows import RestrictedRow
@@ -110,22 +110,12 @@ class _Given(NamedTuple, Generic[ArrayT]):
 class TreeGrowth:
     """The buffers of trees that grow, and what chooses their nodes, recorded by the number of rows of a level."""
 
-    def __init__(
-        self,
-        candidates: int,
-        *,
-        inputs: InputBuffers,
-        table: PageTable,
-        states: RowStates | None,
-        record: Callable[[Callable[[], None]], Replay],
-        device: torch.device,
-    ) -> None:
-        """`candidates`: of each row; `states`: that rows continue, in an engine of heads."""
-        self._states = states
+    def __init__(self, candidates: int, passes: PassRunner) -> None:
+        """`candidates`: of each row."""
+        device = passes.runtime.device
+        self._passes = passes
+        self._states = passes.states
         self.candidates = candidates
-        self._inputs = inputs
-        self._table = table
-        self._record = record
         rows, trees = MOST_TREES * LEVEL_ROWS, MOST_TREES
         fields = [
             *placed(
@@ -181,6 +171,32 @@ class TreeGrowth:
         temperatures = np.repeat([draw.temperature for draw in draws], LEVEL_ROWS)
         return Outputs(rows, rows, np.ones(count, np.bool_), np.zeros(count, np.int64), temperatures, tuple(restricted))
 
+    def run(self, trees: Sequence[GrowingTree], levels: int, choices: Tensor | None) -> list[Tensor]:
+        """Begin to run further levels behind a call. `choices`: the candidates of its rows, None if they are not one
+        part. Return what `add` returns of each level; nothing where the trees cannot grow together.
+        """
+        if choices is None or not trees or not self.fits(trees):
+            return []
+        passes, outputs = self._passes, self.outputs_of(trees)
+        with passes.runtime.computing():
+            adapted = any(tree.segment.adapter is not None for tree in trees)
+            layers = passes.layers(self.rows_of(len(trees)), adapted=adapted)
+            head = passes.choice.head(outputs, self.candidates)
+            assert head is not None
+            assert head.choices is not None
+            choose = self.choose(layers.plan)
+            passes.send(layers, [tree.later(levels) for tree in trees], outputs)
+            passes.choice.send(outputs, self.candidates)
+            self.send(trees, levels)
+            self.begin(choices, layers.plan.rows)
+            results = []
+            for _ in range(levels):
+                choose()
+                layers.replay()
+                head.replay()
+                results.append(self.add(head.choices))
+        return results
+
     @staticmethod
     def fits(trees: Sequence[GrowingTree]) -> bool:
         """Return whether the trees can grow in one call."""
@@ -215,7 +231,7 @@ class TreeGrowth:
         slots = np.repeat([tree.segment.slot for tree in trees], levels * LEVEL_ROWS)
         ends = [tree.segment.prefix + tree.segment.span for tree in trees]
         cache_rows = np.concatenate([np.arange(end, end + levels * LEVEL_ROWS) for end in ends])
-        found = self._table.places(slots, cache_rows).reshape(len(trees), levels, LEVEL_ROWS)
+        found = self._passes.kv.table.places(slots, cache_rows).reshape(len(trees), levels, LEVEL_ROWS)
         host.places[:levels, : len(trees) * LEVEL_ROWS] = found.transpose(1, 0, 2).reshape(levels, -1)
         host.places[:, len(trees) * LEVEL_ROWS :] = 0
         if self._states is not None:
@@ -248,9 +264,9 @@ class TreeGrowth:
     def choose(self, plan: AttentionPlan) -> Replay:
         """Return what chooses the nodes of a level from the candidates of those before, recorded at its first use."""
         if plan.rows not in self._replays:
-            inputs, outputs = self._inputs.rows(plan), self._inputs.outputs(plan.rows)
+            inputs, outputs = self._passes.inputs.rows(plan), self._passes.inputs.outputs(plan.rows)
             self._level.zero_()
-            self._replays[plan.rows] = self._record(lambda: self._choose(plan.rows, inputs, outputs))
+            self._replays[plan.rows] = self._passes.runtime.record(lambda: self._choose(plan.rows, inputs, outputs))
         return self._replays[plan.rows]
 
     def add(self, choices: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,32 +12,32 @@ from torch import Tensor
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.gpu.linears.float8 import Float8Weight, quantized
 from outrider.engine.gpu.linears.int4 import GroupedInt4Weight, quantized4
-from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.tensor_parallel.sharding import Shard, tensor_shapes
 from outrider.engine.torch_layers.linear import Linear, float_linear
-from outrider.engine.torch_layers.weights import LayerWeights, WeightReader, WeightSource
+from outrider.engine.torch_layers.weights import WeightReader, WeightSource
 
 DeviceDtype = Literal["float32", "bfloat16", "float8", "int4"]  # of the layers' linears
 Weight = Tensor | Float8Weight | GroupedInt4Weight | Linear
 
 
 class DeviceLayer(NamedTuple):
-    """The weights of one layer, as `LayerWeights`; those of linears may have 8 or 4 bits, or are packed for a CPU."""
+    """The weights of one layer; those of linears may have 8 or 4 bits, or are packed for a CPU."""
 
-    attention_norm: Tensor
-    qkv: Weight
+    attention_norm: Tensor  # [width]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, width]
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # of queries and keys, [head_dim] each
-    output: Weight
-    output_bias: Tensor | None
+    output: Weight  # [width, heads * head_dim]
+    output_bias: Tensor | None  # on rank 0 alone, as `down_bias`
     ffn_norm: Tensor
-    gate_up: Weight
+    gate_up: Weight  # [2 * ffn, width]
     gate_up_bias: Tensor | None
-    down: Weight
+    down: Weight  # [width, ffn]
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, layer: LayerWeights, dtype: DeviceDtype) -> DeviceLayer:
-        """Make it of weights in bfloat16 or float32."""
+    def of(cls, layer: Mapping[str, Tensor], dtype: DeviceDtype) -> DeviceLayer:
+        """Make it of weights in bfloat16 or float32, see `Shard.layer`."""
 
         def stored(weight: Tensor) -> Weight:
             if dtype == "int4":
@@ -45,21 +46,20 @@ class DeviceLayer(NamedTuple):
                 return quantized(weight)
             return float_linear(weight, None, weight.dtype) if weight.device.type == "cpu" else weight
 
-        norms = None
-        if layer.query_norm is not None and layer.key_norm is not None:
-            norms = layer.query_norm, layer.key_norm
+        def joined(*names: str) -> tuple[Weight, Tensor | None]:
+            biases = [layer[f"{name}_bias"] for name in names if f"{name}_bias" in layer]
+            return stored(torch.cat([layer[name] for name in names])), torch.cat(biases) if biases else None
+
         return cls(
-            layer.attention_norm,
-            stored(layer.qkv),
-            layer.qkv_bias,
-            norms,
-            stored(layer.output),
-            layer.output_bias,
-            layer.ffn_norm,
-            stored(layer.gate_up),
-            layer.gate_up_bias,
-            stored(layer.down),
-            layer.down_bias,
+            layer["attention_norm"],
+            *joined("query", "key", "value"),
+            (layer["query_norm"], layer["key_norm"]) if "query_norm" in layer else None,
+            stored(layer["output"]),
+            layer.get("output_bias"),
+            layer["ffn_norm"],
+            *joined("gate", "up"),
+            stored(layer["down"]),
+            layer.get("down_bias"),
         )
 
     @property
@@ -88,7 +88,7 @@ def load_weights(
     source: WeightSource,
     config: ModelConfig,
     shard: Shard,
-    kept: Iterable[int],
+    kept: Sequence[int],
     device: torch.device,
     dtype: DeviceDtype,
 ) -> ModelWeights:
@@ -102,4 +102,5 @@ def load_weights(
     layers = tuple(DeviceLayer.of(reader.layer(index), dtype) for index in kept)
     head = embedding if config.tied and shard.of == 1 else reader.head()
     head = head.float() if device.type == "cpu" else head
-    return ModelWeights(embedding, layers, reader.norm(), head, reader.parameters, dtype)
+    parameters = sum(map(prod, tensor_shapes(config, kept).values()))
+    return ModelWeights(embedding, layers, reader.norm(), head, parameters, dtype)

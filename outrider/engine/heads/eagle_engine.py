@@ -108,7 +108,7 @@ class EagleEngine(Engine):
             return self._layer.logits(computed) if first else np.empty((0, self.vocabulary), np.float32)
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        raise NotImplementedError
+        raise ValueError(f"cannot move rows of slot {slot}: those of drafts are never kept")
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
-from outrider.engine.adapters.low_rank import read_files
+from outrider.engine.adapters.low_rank import AdapterLoader, NoAdapters
 from outrider.engine.following import FollowingPass
 from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.interface.batch import Segment, check_numbers
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter
+    from outrider.engine.adapters.low_rank import LowRankAdapter
     from outrider.engine.heads.speculator import Speculator
 
 Numerics = Literal["fast", "invariant"]
@@ -36,7 +37,11 @@ SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not
 
 @dataclass(kw_only=True)
 class Traits:
-    """The properties of an engine."""
+    """The properties of an engine.
+
+    Callers report them, or choose by them once, at the start. The flags are for work that callers prepare for a pass:
+    an engine without one takes the same call, and the work would be in vain.
+    """
 
     vocabulary: int
     context: int  # longest text, in tokens
@@ -58,19 +63,12 @@ class Traits:
     samples_tokens: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     restricts_tokens: bool = False  # whether `sample` applies filters; penalties only where it returns two candidates
     grows_trees: bool = False  # whether `grow` runs several levels of trees in one call
-    frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     begins_next_pass: bool = False  # whether `run_on` begins the pass that follows
+    frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # the features that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
-    adapter_bytes: int = 0  # most bytes of an adapter's weights; 0: the engine has none
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
-
-
-def check_sizes(slots: int, rows: int | None) -> None:
-    """Raise ValueError for an engine that could hold no text. `rows`: None if they follow from the checkpoint."""
-    if slots < 1 or (rows is not None and rows < 2):
-        raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
 
 
 def check_kv_memory(memory: int, minimum: int, rows: int) -> None:
@@ -89,6 +87,7 @@ class Engine(Traits, ABC):
     """
 
     speculator: Speculator | None = None  # heads that were loaded with the engine
+    adapters: AdapterLoader = NoAdapters("this engine has none; use the native backend")
 
     def __init__(self, traits: Traits) -> None:
         super().__init__(**{field.name: getattr(traits, field.name) for field in fields(Traits)})
@@ -117,9 +116,9 @@ class Engine(Traits, ABC):
 
         Return the logits, and the slots of what was begun. The next call of `sample` or `run_on` for the very rows
         that were begun, or for some of them, only waits for them. A call for other rows has all computed anew, as has
-        a change of one of the slots those of this slot. Only for an engine that `begins_next_pass`.
+        a change of one of the slots those of this slot. Nothing is begun by an engine that does not `begins_next_pass`.
         """
-        raise NotImplementedError
+        return self.sample(segments, draws), frozenset()
 
     def grow(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], growths: Sequence[Growth | None], levels: int
@@ -127,10 +126,10 @@ class Engine(Traits, ABC):
         """Run one pass as `sample` does for a drafter's candidates, and `levels` further levels of trees behind it.
 
         `growths`: of each segment, None where it has no tree or does not grow. Return the logits of the pass, and the
-        levels, of those segments that grow; none where the engine cannot grow them all at once. Only for an engine that
+        levels, of those segments that grow; none where the engine cannot grow them all at once, or does not
         `grows_trees`. Raises ValueError for levels that do not fit the slot.
         """
-        raise NotImplementedError
+        return self.sample(segments, draws, CANDIDATES), []
 
     def load_adapter(self, folder: Path) -> tuple[object, LowRankAdapter]:
         """Return an adapter for segments, and what was read. May be called while a pass runs, from any thread.
@@ -138,29 +137,22 @@ class Engine(Traits, ABC):
         The adapter is dropped with the last reference to it. Raises CheckpointError; ConfigError where the engine has
         no adapters; Unavailable where other ranks cannot be reached.
         """
-        if not self.adapter_bytes:
-            raise ConfigError(f"adapters: {self.computed_by or 'this engine'} has none; use the native backend")
-        return self.pack_adapter(read_files(folder, self.adapter_bytes))
-
-    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
-        """Return the adapter that files hold, as `load_adapter` does. Only for an engine with `adapter_bytes`."""
-        raise NotImplementedError
+        return self.adapters.load(folder)
 
     def hidden(self) -> Tensor:
         """Return the features of the last pass, valid until the next one: [rows, width * parts] float32.
 
-        The rows are all rows of its segments in order, or those whose logits were wanted (`Features.all_rows`). Only
-        for an engine that has `features`.
+        The rows are all rows of its segments in order, or those whose logits were wanted (`Features.all_rows`). Raises
+        ValueError for an engine without `features`.
         """
-        raise NotImplementedError
+        raise ValueError("this engine was loaded without features")
 
     def feed(self, slot: int, start: int, rows: NDArray[np.uint16], *, restart: bool) -> None:
         """Store fused features of a text of the target: for each token from `start` on those of the token before it.
 
-        `rows`: [tokens, fed_width], the bits of bfloat16. `restart`: the text is a new one, or begins again.
-        Only for an engine whose `fed_width` is not 0.
+        `rows`: [tokens, fed_width], the bits of bfloat16. `restart`: the text is a new one, or begins again. An engine
+        whose `fed_width` is 0 needs none.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:

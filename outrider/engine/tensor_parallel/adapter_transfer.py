@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 
-from outrider.engine.adapters.low_rank import FILES, AdapterFiles
+from outrider.engine.adapters.low_rank import FILES, AdapterFiles, AdapterLoader, LowRankAdapter
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.tensor_parallel.group import RankLost
@@ -130,6 +132,37 @@ class AdapterOutbox:
     def _check(self) -> None:
         if self._ended:
             raise RankLost(self._ended)
+
+
+class SharedAdapters(AdapterLoader):
+    """Loads an adapter on all ranks, from the same bytes.
+
+    `load` waits until passes and heartbeats, which run in another thread, have sent the files to the other ranks. It
+    raises Unavailable where they send nothing for a minute, RankLost where the group ends meanwhile.
+    """
+
+    def __init__(self, own: AdapterLoader, outbox: AdapterOutbox, send_soon: Callable[[], None]) -> None:
+        """`own`: of rank 0; `send_soon`: has messages follow one another while pieces wait."""
+        self.most_bytes = own.most_bytes
+        self._own = own
+        self._outbox = outbox
+        self._send_soon = send_soon
+
+    def load(self, folder: Path) -> tuple[object, LowRankAdapter]:
+        return super().load(folder) if self.most_bytes else self._own.load(folder)
+
+    def pack(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+        began = time.monotonic()
+        part, read = self._own.pack(files)
+        seconds = time.monotonic() - began
+        number = self._outbox.add(files)
+        self._send_soon()
+        # The other ranks pack their parts in about the time that this one took. Otherwise the first pass with the
+        # adapter, and all sessions in it, would wait for them.
+        self._outbox.wait(number, then_s=seconds)
+        adapter = SharedAdapter(number, part, self._outbox)
+        weakref.finalize(adapter, self._outbox.drop, number).atexit = False
+        return adapter, read
 
 
 class AdapterInbox:

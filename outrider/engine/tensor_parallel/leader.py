@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,20 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
-from outrider.engine.adapters.low_rank import AdapterFiles, LowRankAdapter
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.logits import Logits
-from outrider.engine.tensor_parallel.adapter_transfer import AdapterInbox, AdapterOutbox, SharedAdapter
+from outrider.engine.tensor_parallel.adapter_transfer import AdapterInbox, AdapterOutbox, SharedAdapter, SharedAdapters
 from outrider.engine.tensor_parallel.group import Group, RankLost
 from outrider.engine.tensor_parallel.rank_messages import (
     AdapterPiece,
     Change,
-    CopyRows,
     DropAdapter,
     KvChange,
-    MoveRows,
-    ReleaseRows,
     decode,
     encode,
 )
@@ -54,19 +48,18 @@ class Leader(Engine):
         self._engine = engine
         self._group = group
         self._changes: list[Change] = []
-        self._adapters = AdapterOutbox()
+        self._outbox = AdapterOutbox()
+        self.adapters = SharedAdapters(engine.adapters, self._outbox, self._pace_heartbeats)
         self._pacing = threading.Lock()
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        self.check_move(slot, source, destination)
-        self._change(MoveRows(slot, source, destination))
+        self._change(KvChange("move", (slot,), (source, destination)))
 
     def copy(self, source: int, target: int, rows: int) -> None:
-        self.check_copy(source, target, rows)
-        self._change(CopyRows(source, target, rows))
+        self._change(KvChange("copy", (source, target, rows)))
 
     def release(self, slot: int, rows: int) -> None:
-        self._change(ReleaseRows(slot, rows))
+        self._change(KvChange("release", (slot, rows)))
 
     def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
         return self._engine.memory(slot, first, end)  # all ranks have equally many pages, and the same ones are free
@@ -79,24 +72,6 @@ class Leader(Engine):
         with self._using_group():
             return self._engine.sample(self._send_plan(segments), draws, best)
 
-    def pack_adapter(self, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
-        """Load an adapter on all ranks, from the same bytes; for the rest see `Engine.load_adapter`.
-
-        Wait until passes and heartbeats, which run in another thread, have sent the files to the other ranks. Raises
-        Unavailable where they send nothing for a minute, RankLost where the group ends meanwhile.
-        """
-        began = time.monotonic()
-        part, read = self._engine.pack_adapter(files)
-        seconds = time.monotonic() - began
-        number = self._adapters.add(files)
-        self._pace_heartbeats()
-        # The other ranks pack their parts in about the time that this one took. Otherwise the first pass with the
-        # adapter, and all sessions in it, would wait for them.
-        self._adapters.wait(number, then_s=seconds)
-        adapter = SharedAdapter(number, part, self._adapters)
-        weakref.finalize(adapter, self._adapters.drop, number).atexit = False
-        return adapter, read
-
     def hidden(self) -> Tensor:
         return self._engine.hidden()
 
@@ -106,7 +81,7 @@ class Leader(Engine):
             self._group.heartbeat()
 
     def close(self) -> None:
-        self._adapters.close("the engine of the ranks that share the model has been closed")
+        self._outbox.close("the engine of the ranks that share the model has been closed")
         with suppress(RankLost):
             self._group.send(_STOP)
 
@@ -117,7 +92,7 @@ class Leader(Engine):
             numbered = own = segments
         else:
             for it in adapters:
-                if not isinstance(it, SharedAdapter) or it.sent_by is not self._adapters:
+                if not isinstance(it, SharedAdapter) or it.sent_by is not self._outbox:
                     raise ValueError(f"an adapter of another engine: {it!r}")
             numbered, own = [
                 [it if it.adapter is None else replace(it, adapter=getattr(it.adapter, name)) for it in segments]
@@ -129,15 +104,15 @@ class Leader(Engine):
 
     def _send(self, segments: Sequence[Segment]) -> None:
         """Send a message: the changes since the last one, and segments, which have adapters' numbers."""
-        changes, self._changes = [*self._changes, *self._adapters.changes()], []
+        changes, self._changes = [*self._changes, *self._outbox.changes()], []
         self._group.send(encode(changes, segments))
-        self._adapters.sent(changes)
+        self._outbox.sent(changes)
         self._pace_heartbeats()
 
     def _pace_heartbeats(self) -> None:
         """Have heartbeats follow one another at once while pieces of an adapter wait for a message."""
         with self._pacing:
-            self.heartbeat_s = 0.0 if self._adapters.pending else BEAT_S
+            self.heartbeat_s = 0.0 if self._outbox.pending else BEAT_S
 
     @contextmanager
     def _using_group(self) -> Iterator[None]:
@@ -145,7 +120,7 @@ class Leader(Engine):
         try:
             yield
         except RankLost as error:
-            self._adapters.close(str(error))
+            self._outbox.close(str(error))
             raise
 
     def _try(self, segment: Segment) -> None:

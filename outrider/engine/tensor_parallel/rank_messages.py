@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,46 +15,21 @@ from numpy.typing import NDArray
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 
-_MOVE, _COPY, _RELEASE, _PIECE, _DROP, _SEGMENT = range(6)
+_CALLS: tuple[Literal["move", "copy", "release"], ...] = ("move", "copy", "release")  # of the engine, by number
+_PIECE, _DROP, _SEGMENT = range(len(_CALLS), len(_CALLS) + 3)
 _CHAIN, _ALL, _NONE = -1, -1, -1  # no mask; logits of all rows; no adapter
 
 
-@dataclass(frozen=True, slots=True)
-class MoveRows:
-    """A call of `Engine.move`."""
+class KvChange(NamedTuple):
+    """A call of `Engine.move`, `copy` or `release`."""
 
-    slot: int
-    source: NDArray[np.int64]
-    destination: NDArray[np.int64]
-
-    def apply(self, engine: Engine) -> None:
-        """Make the call."""
-        engine.move(self.slot, self.source, self.destination)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRows:
-    """A call of `Engine.copy`."""
-
-    source: int
-    target: int
-    rows: int
+    call: Literal["move", "copy", "release"]
+    numbers: tuple[int, ...]  # its first arguments
+    rows: tuple[NDArray[np.int64], ...] = ()  # of `move`: source and destination
 
     def apply(self, engine: Engine) -> None:
         """Make the call."""
-        engine.copy(self.source, self.target, self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseRows:
-    """A call of `Engine.release`."""
-
-    slot: int
-    rows: int
-
-    def apply(self, engine: Engine) -> None:
-        """Make the call."""
-        engine.release(self.slot, self.rows)
+        getattr(engine, self.call)(*self.numbers, *self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +49,6 @@ class DropAdapter:
     number: int
 
 
-KvChange = MoveRows | CopyRows | ReleaseRows
 AdapterChange = AdapterPiece | DropAdapter
 Change = KvChange | AdapterChange
 
@@ -86,12 +61,9 @@ def encode(changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np
     parts: list[NDArray[np.int64]] = []
     for change in changes:
         match change:
-            case MoveRows(slot, source, destination):
-                parts += [np.array([_MOVE, slot, len(source)]), source, destination]
-            case CopyRows(source, target, rows):
-                parts.append(np.array([_COPY, source, target, rows]))
-            case ReleaseRows(slot, rows):
-                parts.append(np.array([_RELEASE, slot, rows]))
+            case KvChange(call, numbers, rows):
+                sizes = [_CALLS.index(call), len(numbers), len(rows), len(rows[0]) if rows else 0]
+                parts += [np.array([*sizes, *numbers]), *rows]
             case AdapterPiece(number, file, content, last):
                 parts += [np.array([_PIECE, number, file, last, len(content)]), _as_numbers(content)]
             case DropAdapter(number):
@@ -114,13 +86,10 @@ def decode(message: NDArray[np.uint8]) -> tuple[list[Change], list[Segment]]:
     reader = _Reader(message.view(np.int64))
     while reader.more:
         match reader.number():
-            case 0:
-                slot, count = reader.number(), reader.number()
-                changes.append(MoveRows(slot, reader.take(count), reader.take(count)))
-            case 1:
-                changes.append(CopyRows(reader.number(), reader.number(), reader.number()))
-            case 2:
-                changes.append(ReleaseRows(reader.number(), reader.number()))
+            case 0 | 1 | 2 as call:
+                count, arrays, size = (reader.number() for _ in range(3))
+                numbers = tuple(reader.take(count).tolist())
+                changes.append(KvChange(_CALLS[call], numbers, tuple(reader.take(size) for _ in range(arrays))))
             case 3:
                 number, file, last, size = (reader.number() for _ in range(4))
                 changes.append(AdapterPiece(number, file, reader.take(-(-size // 8)).view(np.uint8)[:size], bool(last)))

@@ -8,13 +8,25 @@ by its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from outrider.engine.adapters.low_rank import GATE_UP, LowRankAdapter, LowRankUpdate
+from outrider.engine.adapters.low_rank import LowRankAdapter, LowRankUpdate
 from outrider.engine.checkpoints.checkpoint import ModelConfig
+from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.errors import ConfigError
+
+
+class WeightPart(NamedTuple):
+    """A tensor of a checkpoint, and the part of it that a rank holds."""
+
+    name: str
+    shape: tuple[int, ...]  # of the complete tensor
+    rows: slice = ALL
+    columns: slice = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,52 @@ class Shard:
         """Return the ids whose logits it computes. The last rank may have fewer than the others."""
         each = -(-vocabulary // self.of)
         return slice(min(self.rank * each, vocabulary), min((self.rank + 1) * each, vocabulary))
+
+    def layer(self, it: ModelConfig, index: int) -> dict[str, WeightPart]:
+        """Return the tensors of a layer that the model and this rank have, by what they are.
+
+        Norms: attention_norm, ffn_norm, query_norm, key_norm; linears: query, key, value, output, gate, up, down; and
+        the biases of these, as query_bias. One that is added behind a sum over ranks is on rank 0 alone.
+        """
+        prefix = f"model.layers.{index}"
+        attention, ffn, heads = f"{prefix}.self_attn", f"{prefix}.mlp", self.kv_heads(it)
+        queries, keys = it.heads * it.head_dim, it.kv_heads * it.head_dim
+        own_queries, own_units = self.part(it.heads, it.head_dim), self.part(it.ffn)
+        own_keys = slice(heads.start * it.head_dim, heads.stop * it.head_dim)
+        found = {
+            "attention_norm": WeightPart(f"{prefix}.input_layernorm.weight", (it.width,)),
+            "ffn_norm": WeightPart(f"{prefix}.post_attention_layernorm.weight", (it.width,)),
+        }
+        if it.head_norms:
+            found["query_norm"] = WeightPart(f"{attention}.q_norm.weight", (it.head_dim,))
+            found["key_norm"] = WeightPart(f"{attention}.k_norm.weight", (it.head_dim,))
+        for what, name, outputs, part, biased in (
+            ("query", f"{attention}.q_proj", queries, own_queries, it.qkv_bias),
+            ("key", f"{attention}.k_proj", keys, own_keys, it.qkv_bias),
+            ("value", f"{attention}.v_proj", keys, own_keys, it.qkv_bias),
+            ("gate", f"{ffn}.gate_proj", it.ffn, own_units, it.ffn_bias),
+            ("up", f"{ffn}.up_proj", it.ffn, own_units, it.ffn_bias),
+        ):
+            found[what] = WeightPart(f"{name}.weight", (outputs, it.width), part)
+            if biased:
+                found[f"{what}_bias"] = WeightPart(f"{name}.bias", (outputs,), part)
+        for what, name, inputs, part, biased in (
+            ("output", f"{attention}.o_proj", queries, own_queries, it.output_bias),
+            ("down", f"{ffn}.down_proj", it.ffn, own_units, it.ffn_bias),
+        ):
+            found[what] = WeightPart(f"{name}.weight", (it.width, inputs), columns=part)
+            if biased and not self.rank:
+                found[f"{what}_bias"] = WeightPart(f"{name}.bias", (it.width,))
+        return found
+
+    def ends(self, it: ModelConfig) -> dict[str, WeightPart]:
+        """Return the tensors beside the layers: embedding, norm (the last one) and head, which may be the embedding."""
+        embedding, matrix = "model.embed_tokens.weight", (it.vocabulary, it.width)
+        return {
+            "embedding": WeightPart(embedding, matrix, columns=self.part(it.width)),
+            "norm": WeightPart("model.norm.weight", (it.width,)),
+            "head": WeightPart(embedding if it.tied else "lm_head.weight", matrix, self.tokens(it.vocabulary)),
+        }
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the shape of its part. Raises ConfigError when the ranks cannot share the model."""
@@ -67,20 +125,23 @@ class Shard:
         """Return what an adapter adds to its part. `config`: that of the complete model."""
         if self.of == 1:
             return adapter
+        parts = {it.name.split(".")[-2]: it for it in self.layer(config, 0).values() if it.name.endswith(".weight")}
+
+        def own(update: LowRankUpdate, part: WeightPart) -> LowRankUpdate:
+            return LowRankUpdate(np.ascontiguousarray(update.a[:, part.columns]), update.b[part.rows])
+
         layers = {
-            layer: {module: self._update(update, module, config) for module, update in updates.items()}
+            layer: {module: own(update, parts[module]) for module, update in updates.items()}
             for layer, updates in adapter.layers.items()
         }
         return replace(adapter, layers=layers)
 
-    def _update(self, update: LowRankUpdate, module: str, config: ModelConfig) -> LowRankUpdate:
-        queries, units, heads = self.part(config.heads, config.head_dim), self.part(config.ffn), self.kv_heads(config)
-        if module in ("o_proj", "down_proj"):
-            inputs = queries if module == "o_proj" else units
-            return update._replace(a=np.ascontiguousarray(update.a[:, inputs]))
-        keys = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
-        outputs = queries if module == "q_proj" else units if module in GATE_UP else keys
-        return update._replace(b=update.b[outputs])
+
+def tensor_shapes(config: ModelConfig, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a model with these layers of a checkpoint, by name."""
+    whole = Shard()
+    parts = [part for index in layers for part in whole.layer(config, index).values()]
+    return {part.name: part.shape for part in (*parts, *whole.ends(config).values())}
 
 
 def degrees(config: ModelConfig) -> list[int]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.masks import path_mask
-from outrider.engine.tensor_parallel.group import ALONE, TensorGroup
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.transformers.engine import Masks, TransformersEngine
 from outrider.engine.transformers.pretrained import Pretrained
 from outrider.engine.transformers.treeless import Reading, TreelessEngine
@@ -38,18 +38,12 @@ class ServingMethod(NamedTuple):
     reading: Reading | None = None
     reason: str = ""  # why the model computes no trees
 
-    def build(
-        self, pretrained: Pretrained, *, slots: int, rows: int, threads: int, group: TensorGroup
-    ) -> TransformersEngine | TreelessEngine:
+    def build(self, pretrained: Pretrained, settings: EngineSettings) -> TransformersEngine | TreelessEngine:
         """Return the engine that serves the model with this method."""
         if self.masks is not None:
-            return TransformersEngine(
-                pretrained, masks=self.masks, slots=slots, rows=rows, threads=threads, group=group
-            )
+            return TransformersEngine(pretrained, settings, masks=self.masks)
         assert self.reading is not None
-        return TreelessEngine(
-            pretrained, reason=self.reason, reading=self.reading, slots=slots, rows=rows, threads=threads, group=group
-        )
+        return TreelessEngine(pretrained, settings, reason=self.reason, reading=self.reading)
 
 
 # The best method first.
@@ -66,7 +60,7 @@ class _WrongLogits(Exception):
     """The logits differ from those of one pass over the text."""
 
 
-def find_serving_method(pretrained: Pretrained, *, threads: int, after: ServingMethod | None = None) -> ServingMethod:
+def find_serving_method(pretrained: Pretrained, *, after: ServingMethod | None = None) -> ServingMethod:
     """Return the first serving method with which the model passes its probe.
 
     `after`: the method of the same model in another precision; better methods are not probed. All ranks of a group find
@@ -78,7 +72,7 @@ def find_serving_method(pretrained: Pretrained, *, threads: int, after: ServingM
     last = ""
     for method in methods:
         method = method._replace(reason=reason if method.masks is None else "")
-        build = partial(method.build, pretrained, slots=2, rows=ROWS, threads=threads, group=ALONE)
+        build = partial(method.build, pretrained, EngineSettings(dtype=pretrained.dtype, slots=2, rows=ROWS))
         try:
             with torch.inference_mode(), pretrained.limited_windows(WINDOW):
                 probe = _Probe(pretrained, tolerance)

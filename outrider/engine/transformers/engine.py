@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine, Traits
-from outrider.engine.tensor_parallel.group import ALONE, RankLost, TensorGroup
+from outrider.engine.interface.settings import EngineSettings
+from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.threads import TorchThreads
-from outrider.engine.transformers.kv_rows import RowCache
+from outrider.engine.torch_layers.kv_cache import lazy_zeros
 from outrider.engine.transformers.pretrained import Pretrained, plain_tensor
 from outrider.engine.transformers.tree_attention import NAME, AttentionBatch, current, install
 
@@ -25,6 +27,61 @@ NEAR = 1024  # keys up to which segments share a call whatever their numbers of 
 Masks = Literal["asked", "given"]
 
 
+class RowCache(Cache):
+    """The keys and values of each layer, [slot, kv_head, row, dim]; the first ones that a model writes give the sizes.
+
+    To transformers this is an empty cache: sessions differ in length, so the model must use the positions and masks of
+    this package. A layer that keeps any other state raises.
+    """
+
+    def __init__(self, slots: int, rows: int) -> None:
+        super().__init__(layers=[])
+        self.positions = torch.zeros(slots, rows, dtype=torch.int64)  # of each row's token, by slot
+        self._slots, self._rows = slots, rows
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: keys, values
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the cache when all rows have been written."""
+        return sum(part.nbytes for part in self._parts())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new rows of the current call, and return the rows that the call reads."""
+        if layer_idx not in self._kept:
+            self._kept[layer_idx] = self._allocate(key_states), self._allocate(value_states)
+        keys, values = self._kept[layer_idx]
+        batch = current.get()
+        batch.write(keys, key_states)
+        batch.write(values, value_states)
+        return batch.read(keys), batch.read(values)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys that the current call reads, and the first of them."""
+        return current.get().keys, 0
+
+    def move(self, slot: int, source: Tensor, destination: Tensor) -> None:
+        """Move rows of one slot, in all layers. All rows are read before one is written."""
+        for part in self._parts():
+            rows = part[slot]
+            rows.index_copy_(1, destination, rows.index_select(1, source))
+        self.positions[slot].index_copy_(0, destination, self.positions[slot].index_select(0, source))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` rows of one slot to another, in all layers."""
+        for part in self._parts():
+            part[target, :, :count].copy_(part[source, :, :count])
+        self.positions[target, :count].copy_(self.positions[source, :count])
+
+    def _allocate(self, new: Tensor) -> Tensor:
+        """Return memory for rows of that shape and type in all slots."""
+        return lazy_zeros(self._slots, new.shape[1], self._rows, new.shape[3], dtype=new.dtype)
+
+    def _parts(self) -> list[Tensor]:
+        return [part for layer in self._kept.values() for part in layer]
+
+
 class TransformersEngine(Engine):
     """A model, or a rank's part of it. A pass is one model call for each set of segments of similar size.
 
@@ -32,27 +89,18 @@ class TransformersEngine(Engine):
     other rows of its call. Only rank 0 has the logits.
     """
 
-    def __init__(
-        self,
-        pretrained: Pretrained,
-        *,
-        masks: Masks = "asked",
-        slots: int,
-        rows: int,
-        threads: int,
-        group: TensorGroup = ALONE,
-    ) -> None:
+    def __init__(self, pretrained: Pretrained, settings: EngineSettings, *, masks: Masks = "asked") -> None:
         """Make an engine over a model, which no other engine may use at the same time."""
         install()
         pretrained.set_attention(NAME if masks == "asked" else pretrained.attention)
         self._model = pretrained.model
         self._inputs = pretrained.inputs
         self._masks = masks
-        self._threads = TorchThreads(threads)
-        self._group = group
-        self._cache = RowCache(slots, rows)
+        self._threads = TorchThreads(settings.threads or torch.get_num_threads())
+        self._group = settings.group
         self._last = pretrained.context - 1
-        super().__init__(traits_of(pretrained, slots=slots, rows=rows))
+        super().__init__(traits_of(pretrained, settings))
+        self._cache = RowCache(self.slots, self.rows)
         with torch.inference_mode():
             self._call([Segment(0, 0, np.zeros(1, np.int64), np.zeros(1, np.int64))])  # allocates the KV of all layers
         self.kv_bytes = self._cache.bytes
@@ -110,14 +158,15 @@ class TransformersEngine(Engine):
         return {it.slot: logits[row, columns] for row, (it, columns) in enumerate(zip(segments, rows, strict=True))}
 
 
-def traits_of(pretrained: Pretrained, *, slots: int, rows: int, treeless: str = "") -> Traits:
+def traits_of(pretrained: Pretrained, settings: EngineSettings, treeless: str = "") -> Traits:
     """Return the traits of an engine over a model, without the bytes of its KV."""
+    rows = settings.rows_for(pretrained.context)
     return Traits(
         vocabulary=pretrained.vocabulary,
         context=pretrained.context,
         positions=max(rows, pretrained.context),
         rows=rows,
-        slots=slots,
+        slots=settings.slots,
         parameters=pretrained.parameters,
         dtype=pretrained.dtype,
         numerics="fast",

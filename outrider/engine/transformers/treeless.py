@@ -18,7 +18,8 @@ from torch import Tensor
 
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
-from outrider.engine.tensor_parallel.group import ALONE, RankLost, TensorGroup
+from outrider.engine.interface.settings import EngineSettings
+from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.threads import TorchThreads
 from outrider.engine.transformers.engine import traits_of
 from outrider.engine.transformers.pretrained import Pretrained, plain_tensor
@@ -45,25 +46,17 @@ class TreelessEngine(Engine):
     """
 
     def __init__(
-        self,
-        pretrained: Pretrained,
-        *,
-        reason: str,
-        reading: Reading = "chunks",
-        slots: int,
-        rows: int,
-        threads: int,
-        group: TensorGroup = ALONE,
+        self, pretrained: Pretrained, settings: EngineSettings, *, reason: str, reading: Reading = "chunks"
     ) -> None:
         """`reason`: why the model computes no trees."""
         pretrained.set_attention(pretrained.attention)
         self._pretrained = pretrained
         self._reading = reading
-        self._threads = TorchThreads(threads)
-        self._group = group
-        self._held = [_HeldText() for _ in range(slots)]
+        self._threads = TorchThreads(settings.threads or torch.get_num_threads())
+        self._group = settings.group
+        self._held = [_HeldText() for _ in range(settings.slots)]
         self._state = next((name for name in STATES if name in pretrained.inputs), None)
-        super().__init__(traits_of(pretrained, slots=slots, rows=rows, treeless=reason))
+        super().__init__(traits_of(pretrained, settings, reason))
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         """Run one pass; see `Engine.forward`. Raises ValueError also for a tree, and where a slot had to rewind."""

@@ -30,6 +30,7 @@ from bench.report.tables import print_tables
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from tests.bench.rows.test_cluster import OPTIONS
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -56,13 +57,13 @@ def test_the_limit_is_reading_for_few_rows_and_multiplying_for_many() -> None:
 
 
 def test_the_weights_that_a_row_meets_are_all_but_the_norms() -> None:
-    engine = CpuEngine.load(MODELS / "target", dtype="bfloat16", slots=1)
+    engine = CpuEngine.load(MODELS / "target", EngineSettings(dtype="bfloat16", slots=1))
     config = read_config(MODELS / "target")
     assert multiplied_weights(config) == engine.parameters - config.width * (2 * config.layers + 1)
 
 
 def test_a_pass_is_timed_behind_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=1)
+    engine: Engine = CpuEngine.load(MODELS / "drafter", EngineSettings(dtype="float32", slots=1))
     seen: list[tuple[int, int, int]] = []
     forward = engine.forward
 

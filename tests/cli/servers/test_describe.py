@@ -18,6 +18,7 @@ from outrider._native import instruction_sets
 from outrider.cli.main import app
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.rpc.server import serving
 from outrider.v1 import (
     drafter_pb2,
@@ -163,7 +164,7 @@ def test_a_partly_quantized_copy_is_described_with_its_layers_and_weight_type(tm
     result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.stderr
     text = re.sub(" +", " ", result.stdout)
-    engine = CpuEngine.load(folder, dtype="int8", skip=(0, 2), slots=1, threads=1)
+    engine = CpuEngine.load(folder, EngineSettings(dtype="int8", skip=(0, 2), slots=1, threads=1))
     for words in (f"parameters {engine.parameters:,}", "layers 1 of 3, of width 64", "weights int8", "int8, 1 thread)"):
         assert words in text
     assert f"weights a pass reads {engine.weight_bytes / 1e6:.1f} MB" in text

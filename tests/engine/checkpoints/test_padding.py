@@ -20,6 +20,7 @@ from outrider.engine.checkpoints.padding import (
     pad_checkpoint,
 )
 from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
@@ -155,8 +156,8 @@ def test_weights_need_no_file(shaped: Path) -> None:
     assert made.config == stored
     loading = {"device": "cpu", "dtype": "float32", "slots": 1}
     engines = (
-        DeviceEngine.of(made, made.config, b"", **loading),  # type: ignore[arg-type]
-        DeviceEngine.load(shaped, **loading),  # type: ignore[arg-type]
+        DeviceEngine.of(made, made.config, b"", EngineSettings(**loading)),  # type: ignore[arg-type]
+        DeviceEngine.load(shaped, EngineSettings(**loading)),  # type: ignore[arg-type]
     )
     first, second = (engine.forward([prompt(0, TOKENS)]) for engine in engines)
     assert (first == second).all()

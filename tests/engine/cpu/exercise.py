@@ -23,6 +23,7 @@ VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
 KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"))
 SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
 ANGLES = np.zeros((ROWS, 4), np.float32)
+WEIGHTS = ["attention_norm", "query", "key", "value", "output", "ffn_norm", "gate", "up", "down"]  # of every layer
 Dice = np.random.Generator
 
 
@@ -70,14 +71,15 @@ def make(
 
     queries, keys = heads * dim, kv_heads * dim
     for layer in range(2):
-        model.set_layer(
-            layer,
-            *(weight(width), weight(queries, width), weight(keys, width), weight(keys, width)),
-            *(maybe(biased, queries), maybe(biased, keys), maybe(biased, keys)),
-            *(maybe(normed, dim), maybe(normed, dim)),
-            *(weight(width, queries), maybe(biased, width), weight(width), weight(ffn, width), weight(ffn, width)),
-            *(maybe(biased, ffn), maybe(biased, ffn), weight(width, ffn), maybe(biased, width)),
-        )
+        linears = {"query": (queries, width), "key": (keys, width), "value": (keys, width), "output": (width, queries)}
+        linears |= {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
+        given = {name: weight(*size) for name, size in linears.items()}
+        given |= {"attention_norm": weight(width), "ffn_norm": weight(width)}
+        if biased:
+            given |= {f"{name}_bias": weight(size[0]) for name, size in linears.items()}
+        if normed:
+            given |= {"query_norm": weight(dim), "key_norm": weight(dim)}
+        model.set_layer(layer, given)
     embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
     model.set_ends(embedding, weight(width), weight(-(-VOCABULARY // of), width))
     kind = "float32" if kinds[0] == "float32" else "bfloat16"
@@ -261,14 +263,16 @@ def exercise_refusals(native: Any) -> int:
         ]
         if dice.integers(2):
             arguments[int(dice.integers(8))] = garbage[int(dice.integers(len(garbage)))]
-        whats = [garbage[int(dice.integers(len(garbage)))] for _ in range(18)]
+        whats = [garbage[int(dice.integers(len(garbage)))] for _ in range(14)]
+        weights = {name: garbage[int(dice.integers(len(garbage)))] for name in WEIGHTS}
         for call, given in (
             (model.run, arguments),
             (model.move, whats[:3]),
             (model.copy, whats[:3]),
             (model.release, whats[:2]),
             (model.pages, whats[:3]),
-            (model.set_layer, [int(dice.integers(3)), *whats]),
+            (model.set_layer, [int(dice.integers(3)), weights]),
+            (model.set_layer, whats[:2]),
             (model.set_ends, whats[:3]),
             (adapter.set, [*whats[:2], *whats[:6]]),
             (native.Adapter, ["float32", *whats[:5]]),

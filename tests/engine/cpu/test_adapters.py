@@ -19,6 +19,7 @@ from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.small_adapters import adapted_logits, assert_logits_of_peft, make_adapter, make_adapters
@@ -41,7 +42,7 @@ SOME: tuple[tuple[str, ...], ...] = (
 
 
 def load(folder: Path, *, dtype: str = "float32", slots: int = 8, threads: int = 2, **options: Any) -> CpuEngine:
-    return CpuEngine.load(folder, dtype=dtype, slots=slots, threads=threads, **options)  # type: ignore[arg-type]
+    return CpuEngine.load(folder, EngineSettings(dtype=dtype, slots=slots, threads=threads, **options))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +290,7 @@ def test_the_device_engine_gives_equal_logits_with_adapters(checkpoint: Path, fo
     from outrider.engine.gpu import DeviceEngine
 
     engine = load(checkpoint)
-    device = DeviceEngine.load(checkpoint, device="cpu", dtype="float32", slots=8, rows=100, adapters=3)
+    device = DeviceEngine.load(checkpoint, EngineSettings(device="cpu", dtype="float32", slots=8, rows=100, adapters=3))
     random = np.random.default_rng(9)
     segments = [prompt(slot, random_tokens(engine, random, count)) for slot, count in enumerate((7, 30, 1, 12))]
     ours, expected = (

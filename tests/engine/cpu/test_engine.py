@@ -21,6 +21,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
 from tests.engine.small_checkpoints import random_tokens as random_text
@@ -33,7 +34,7 @@ DRAFTER = MODELS / "drafter"
 def load(
     folder: Path = DRAFTER, *, dtype: str = "float32", slots: int = 4, threads: int = 1, **options: object
 ) -> CpuEngine:
-    return CpuEngine.load(folder, dtype=dtype, slots=slots, threads=threads, **options)  # type: ignore[arg-type]
+    return CpuEngine.load(folder, EngineSettings(dtype=dtype, slots=slots, threads=threads, **options))  # type: ignore[arg-type]
 
 
 def best_of(logits: Logits, row: int) -> tuple[list[int], list[float]]:

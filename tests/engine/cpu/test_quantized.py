@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.torch_layers.int4 import GROUP
 from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import (
@@ -39,7 +40,9 @@ def test_a_quantized_copys_logits_differ_within_the_quantization_error(
     in squares, in logits as in what goes before; twice that leaves room for what amplifies them on the way.
     """
     folder = make_checkpoint(tmp_path, shape, ffn=96)
-    original, copy = (CpuEngine.load(folder, dtype=kind, slots=1, threads=1) for kind in ("float32", dtype))
+    original, copy = (
+        CpuEngine.load(folder, EngineSettings(dtype=kind, slots=1, threads=1)) for kind in ("float32", dtype)
+    )
     tokens = random_tokens(original, np.random.default_rng(1), 100)
     exact, quantized = (engine.forward([prompt(0, tokens)]) for engine in (original, copy))
     noise = 0.0
@@ -54,7 +57,7 @@ def test_a_quantized_copys_logits_differ_within_the_quantization_error(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
-    engine = CpuEngine.load(MODELS / "drafter", dtype=dtype, slots=2, rows=200, threads=1)
+    engine = CpuEngine.load(MODELS / "drafter", EngineSettings(dtype=dtype, slots=2, rows=200, threads=1))
     random = np.random.default_rng(4)
     history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 20)
     engine.forward([prompt(0, history, wanted=0)])
@@ -78,10 +81,10 @@ def test_a_quantized_pass_reads_the_bytes_of_codes_and_scales() -> None:
     in_4 = [outputs * (inputs // 2 + inputs // GROUP * 4) for outputs, inputs in linears]
     head = config.vocabulary * (config.width + 4)
     for dtype, layer in (("int8", in_8), ("int4", in_4)):
-        engine = CpuEngine.load(MODELS / "target", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+        engine = CpuEngine.load(MODELS / "target", EngineSettings(dtype=dtype, slots=1, threads=1))  # type: ignore[arg-type]
         assert engine.weight_bytes == config.layers * sum(layer) + head
 
 
 def test_a_weight_that_the_int4_kernel_does_not_take_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype: int4 needs .* 32 inputs and 16 outputs.*\b198 outputs; use int8"):
-        CpuEngine.load(make_checkpoint(tmp_path), dtype="int4", slots=1, threads=1)
+        CpuEngine.load(make_checkpoint(tmp_path), EngineSettings(dtype="int4", slots=1, threads=1))

@@ -108,8 +108,8 @@ class Graphs(Tapes):
 def taped(engine: Any) -> Tapes:
     """Has an engine record as if it were on a GPU, unless it is on one."""
     if not ON_GPU:
-        engine._model.kernels = recordable
-    engine.recorder = tapes = Graphs(engine.recorder) if ON_GPU else Tapes()
+        engine.passes.model.kernels = recordable
+    engine.runtime.recorder = tapes = Graphs(engine.runtime.recorder) if ON_GPU else Tapes()
     return tapes
 
 

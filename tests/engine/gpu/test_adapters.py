@@ -25,7 +25,7 @@ from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.adapters import adapter_table
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm, DeviceAdapter
-from outrider.engine.gpu.adapters.adapter_table import RESERVED_RANK
+from outrider.engine.gpu.adapters.adapter_table import RESERVED_RANK, NoAdapterTable
 from outrider.engine.gpu.attention import kv_memory
 from outrider.engine.gpu.linears.float8 import Float8Weight
 from outrider.engine.gpu.linears.int4 import GroupedInt4Weight
@@ -34,6 +34,7 @@ from outrider.engine.gpu.weights import Weight
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.masks import tree_mask
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.group import ALONE
 from outrider.engine.torch_layers.linear import Linear
@@ -47,11 +48,11 @@ OPERATION = "add_low_rank"
 
 def on_device(folder: Path, **changes: Any) -> DeviceEngine:
     terms = {"device": DEVICE, "dtype": "float32", "slots": SLOTS, "rows": ROWS_HELD, "adapters": 4, **changes}
-    return DeviceEngine.load(folder, **terms)
+    return DeviceEngine.load(folder, EngineSettings(**terms))
 
 
 def eager(folder: Path) -> CpuEngine:
-    return CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
+    return CpuEngine.load(folder, EngineSettings(dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD))
 
 
 def handle(engine: Engine, folder: Path) -> DeviceAdapter:
@@ -240,7 +241,7 @@ def merge_into(engine: DeviceEngine, adapter: LowRankAdapter) -> None:
             exact = weight.exact().float() if isinstance(weight, GroupedInt4Weight) else weight.float()
         return (exact + torch.from_numpy(added).to(exact.device)).bfloat16()
 
-    model = engine._model
+    model = engine.passes.model
     layers = tuple(
         layer._replace(
             qkv=merged(layer.qkv, adapter.layers[index], QKV),
@@ -294,7 +295,7 @@ def test_an_engine_without_adapters_has_no_buffers_for_them_and_refuses_to_load_
     changed = handle(on_device(checkpoint), folders[0])
     with pytest.raises(ValueError, match="adapter"):
         engine.forward([adapted(prompt(0, np.arange(3)), changed)])
-    assert engine._adapters is None
+    assert isinstance(engine.adapters, NoAdapterTable)
 
 
 def test_an_adapter_of_another_model_is_named(checkpoint: Path, tmp_path: Path) -> None:
@@ -346,8 +347,8 @@ def test_kv_leaves_memory_to_adapters(checkpoint: Path, monkeypatch: pytest.Monk
 def test_the_number_of_adapters_reaches_the_device_s_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def load(path: Path, **terms: Any) -> Any:
-        found.append(terms["adapters"])
+    def load(path: Path, settings: EngineSettings) -> Any:
+        found.append(settings.adapters)
         raise ConfigError("enough")
 
     monkeypatch.setattr(DeviceEngine, "load", load)

@@ -16,6 +16,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.gpu.taped import DEVICE, Tapes, taped
 from tests.engine.small_checkpoints import MODELS, prompt
 
@@ -27,7 +28,8 @@ BASES = [generation_base(seed, 0) for seed in range(SLOTS)]
 def engines() -> tuple[DeviceEngine, DeviceEngine, Tapes]:
     """One runs on, taped; the other one does not."""
     ours, theirs = (
-        DeviceEngine.load(MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD) for _ in range(2)
+        DeviceEngine.load(MODELS / "target", EngineSettings(device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD))
+        for _ in range(2)
     )
     taped(theirs)
     return ours, theirs, taped(ours)
@@ -171,9 +173,9 @@ def test_another_text_of_equal_length_in_a_slot_is_computed(texts: Texts, change
         ours = texts.engines[0]
         ours.release(1, 0)
         texts.tokens[1] = [*other, last]
-        begun, ours._begun = ours._begun, None
+        begun, ours.next_pass.begun = ours.next_pass.begun, None
         texts.read(1, texts.tokens[1])
-        ours._begun = begun  # as if no pass had been needed to read it
+        ours.next_pass.begun = begun  # as if no pass had been needed to read it
     else:
         for engine in texts.engines[:2]:
             engine.copy(4, 1, len(other))

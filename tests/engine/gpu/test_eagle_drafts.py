@@ -20,6 +20,7 @@ from outrider.engine.growth import LEVEL_ROWS, Growth
 from outrider.engine.heads.config import Kind
 from outrider.engine.heads.loading import load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import MODELS, make_checkpoint
 from tests.engine.taught import random_heads, target_with_heads
@@ -211,11 +212,12 @@ def test_memory_for_kv_is_that_of_the_target_and_of_its_heads(small: Path, tmp_p
     speculator, model = bounded.speculator, bounded.eagle
     assert isinstance(speculator, DeviceEagleDrafts)
     assert model is not None
-    assert bounded.pages == memory // (page + model.page_bytes) < 40
-    assert speculator._engine.pages == min(8 * pages_of(bounded.rows), bounded.pages + 8 * SPARE_PAGES)
-    assert model.weights.embedding is bounded._model.weights.embedding
+    pages = bounded.kv.table.pages
+    assert pages == memory // (page + model.page_bytes) < 40
+    assert speculator._engine.kv.table.pages == min(8 * pages_of(bounded.rows), pages + 8 * SPARE_PAGES)
+    assert model.weights.embedding is bounded.passes.model.weights.embedding
 
 
 def test_heads_need_a_target_that_was_loaded_with_heads(small: Path) -> None:
     with pytest.raises(ValueError, match="the target was loaded without heads"):
-        DeviceEagleDrafts(DeviceEngine.load(small, device=DEVICE, dtype="float32", slots=1))
+        DeviceEagleDrafts(DeviceEngine.load(small, EngineSettings(device=DEVICE, dtype="float32", slots=1)))

@@ -26,6 +26,7 @@ from outrider.engine.growth import Growth
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.masks import tree_mask
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 from tests.engine.gpu.taped import DEVICE, ON_GPU, Tapes, taped
 from tests.engine.small_checkpoints import (
@@ -45,13 +46,15 @@ Both = tuple[DeviceEngine, CpuEngine]
 
 
 def on_device(folder: Path, **changes: Any) -> DeviceEngine:
-    return DeviceEngine.load(folder, **{"device": DEVICE, "dtype": "float32", "slots": SLOTS, **changes})
+    return DeviceEngine.load(
+        folder, EngineSettings(**{"device": DEVICE, "dtype": "float32", "slots": SLOTS, **changes})
+    )
 
 
 @pytest.fixture(scope="module")
 def target() -> tuple[DeviceEngine, CpuEngine, Tapes]:
     device = on_device(MODELS / "target", rows=ROWS_HELD)
-    native = CpuEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
+    native = CpuEngine.load(MODELS / "target", EngineSettings(dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD))
     return device, native, taped(device)
 
 
@@ -72,7 +75,10 @@ def assert_agree(both: Sequence[Engine], segments: Sequence[Segment]) -> NDArray
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trees_behind_prompt_chunks_equal_the_cpu_engine_for_every_shape(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
-    both = on_device(folder, rows=180), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1, rows=180)
+    both = (
+        on_device(folder, rows=180),
+        CpuEngine.load(folder, EngineSettings(dtype="float32", slots=SLOTS, threads=1, rows=180)),
+    )
     tapes = taped(both[0])
     random = np.random.default_rng(1)
     text = random_tokens(both[1], random, 150)
@@ -170,9 +176,9 @@ class Buffers:
     """What a device's engine keeps between passes."""
 
     def __init__(self, engine: DeviceEngine) -> None:
-        self.cache, self.table = engine._cache, engine._table
-        self.choice, self.model = engine._choice, engine._model
-        self.staging = engine._inputs._staging
+        self.cache, self.table = engine.kv.cache, engine.kv.table
+        self.choice, self.model = engine.passes.choice, engine.passes.model
+        self.staging = engine.passes.inputs._staging
         self.choices = [head.choices for head in self.choice.heads.values() if head.choices is not None]
 
 
@@ -278,7 +284,7 @@ def test_a_long_prompt_chunk_and_a_tree_behind_it_share_a_pass(
     folder = make_checkpoint(tmp_path, "grouped")
     both = (
         on_device(folder, slots=1, rows=810),
-        CpuEngine.load(folder, dtype="float32", slots=1, threads=1, rows=810),
+        CpuEngine.load(folder, EngineSettings(dtype="float32", slots=1, threads=1, rows=810)),
     )
     random = np.random.default_rng(wanted)
     parents = [node - 1 if wanted == 12 else int(random.integers(-1, node)) for node in range(nodes)]
@@ -297,7 +303,7 @@ def test_a_call_with_more_rows_than_a_pass_or_head_is_divided(tmp_path: Path) ->
     folder = make_checkpoint(tmp_path, "grouped")
     both = (
         on_device(folder, slots=3, rows=3000),
-        CpuEngine.load(folder, dtype="float32", slots=3, threads=1, rows=3000),
+        CpuEngine.load(folder, EngineSettings(dtype="float32", slots=3, threads=1, rows=3000)),
     )
     random = np.random.default_rng(5)
     positions = np.arange(2500) % 200
@@ -320,14 +326,14 @@ def test_a_call_with_more_rows_than_a_pass_or_head_is_divided(tmp_path: Path) ->
 
 def test_all_row_counts_are_recorded_in_advance_and_none_later(tmp_path: Path) -> None:
     engine = on_device(make_checkpoint(tmp_path), slots=2, rows=150)
-    recorder = engine.recorder
+    recorder = engine.runtime.recorder
     made: list[Callable[[], None]] = []
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         made.append(recorder.record(work))
         return made[-1]
 
-    engine.recorder = SimpleNamespace(record=record)
+    engine.runtime.recorder = SimpleNamespace(record=record)
     engine.record()
     recordings = len(ROWS) + 3 * len(OUTPUTS) + 3 * sum(count <= RESTRICTED for count in OUTPUTS) + len(LEVELS)
     assert len(made) == recordings
@@ -477,7 +483,7 @@ def test_the_best_tokens_of_a_row_are_those_of_the_sampler(both: Both, temperatu
 
 def test_bfloat16_differs_by_rounding_only() -> None:
     engine = on_device(MODELS / "target", dtype="bfloat16", rows=150)
-    native = CpuEngine.load(MODELS / "target", dtype="float32", slots=1, threads=1)
+    native = CpuEngine.load(MODELS / "target", EngineSettings(dtype="float32", slots=1, threads=1))
     tokens = random_tokens(native, np.random.default_rng(8), 120)
     difference = np.abs(engine.forward([prompt(0, tokens)]) - native.forward([prompt(0, tokens)]))
     assert difference.max() < 0.25
@@ -501,7 +507,7 @@ def test_a_device_engine_of_some_layers_equals_the_cpu_engine() -> None:
     kept = {"layers": 2}
     both = (
         on_device(MODELS / "target", **kept),
-        CpuEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1, layers=2),
+        CpuEngine.load(MODELS / "target", EngineSettings(dtype="float32", slots=SLOTS, threads=1, layers=2)),
     )
     assert both[0].parameters == both[1].parameters
     assert_agree(both, [prompt(0, np.arange(20))])

@@ -8,6 +8,7 @@ import pytest
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import MODELS, Tree, prompt
 
@@ -17,9 +18,11 @@ SLOTS, HELD = 4, 120
 @pytest.mark.parametrize("features", [Features(), Features(all_rows=True), Features((2, 5, 2), all_rows=True)], ids=str)
 def test_device_features_equal_those_of_the_cpu_engine(features: Features) -> None:
     device = DeviceEngine.load(
-        MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD, features=features
+        MODELS / "target", EngineSettings(device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD, features=features)
     )
-    native = CpuEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, rows=HELD, threads=1, features=features)
+    native = CpuEngine.load(
+        MODELS / "target", EngineSettings(dtype="float32", slots=SLOTS, rows=HELD, threads=1, features=features)
+    )
     tapes = taped(device)
     random = np.random.default_rng(2)
     texts = [random.integers(1, device.vocabulary, size) for size in (40, 12, 5)]

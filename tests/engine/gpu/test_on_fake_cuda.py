@@ -23,7 +23,7 @@ from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm
 from outrider.engine.gpu.adapters.adapter_table import AdapterShape
-from outrider.engine.gpu.eagle import eagle
+from outrider.engine.gpu.devices import Runtime
 from outrider.engine.gpu.eagle.eagle import DeviceEagle
 from outrider.engine.gpu.eagle.eagle_model import EagleModel
 from outrider.engine.gpu.passes import staging
@@ -133,12 +133,12 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(engine: DeviceEngine | DeviceEagle, rows: int, adapters: Sequence[bool], candidates: Sequence[int]) -> None:
     """Have an engine record passes of `rows` rows, with adapters or without, and the growth of trees."""
-    layers = engine._layers_for
+    passes = engine.passes
     for adapted in adapters:
-        layers(rows, adapted)
+        passes.layers(rows, adapted=adapted)
     for count in candidates:
-        engine._choice.record(rows, count)
-    engine._growth.choose(layers(16, adapted=False).plan)
+        passes.choice.record(rows, count)
+    engine.growth.choose(passes.layers(16, adapted=False).plan)
 
 
 @pytest.fixture
@@ -157,13 +157,10 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
                     loaded,
                 ),
                 b"",
-                device=CUDA,
+                Runtime(CUDA, recordable, refusing),
                 slots=3,
                 rows=200,
                 pages=9,
-                group=ALONE,
-                kernels=recordable,
-                recorder=refusing,
                 adapters=AdapterShape(config, ALONE.shard, range(3), AdapterForm.of(config, torch.bfloat16, CUDA), 4),
                 features=Features((1, 2), all_rows=True),
             )
@@ -190,10 +187,10 @@ def test_a_recording_of_heads_has_no_tensor_on_the_host(
     config, place = read_config(target), torch.device("cpu")
     model = EagleModel.read(tmp_path / "heads", config, Weights(target), torch.bfloat16, place)
     patch(monkeypatch)
-    monkeypatch.setattr(eagle, "kernels_for", lambda device: recordable)
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         model = replace(model, weights=on_cuda(model.weights))
-        engine = DeviceEagle(model, b"", device=CUDA, slots=3, rows=200, pages=12, recorder=refusing, window=window)
+        runtime = Runtime(CUDA, recordable, refusing)
+        engine = DeviceEagle(model, b"", runtime, slots=3, rows=200, pages=12, window=window)
         record(engine, 16, (False,), (64,))
     assert refusing.operations > 150
 

@@ -11,6 +11,7 @@ import pytest
 from outrider.core.sampling.noise import Draw
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.ranked import LOADING, ranked
 from tests.engine.small_adapters import make_adapter
 from tests.engine.small_checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
@@ -24,7 +25,7 @@ def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "grouped", FFN)
     adapter = make_adapter(folder, tmp_path / "adapter")
     with ranked(2, folder, by="torch", device="cpu", adapters=1) as ranks, ranks.lead(folder) as leader:
-        alone = CpuEngine.load(folder, **LOADING)
+        alone = CpuEngine.load(folder, EngineSettings(**LOADING))
         random = np.random.default_rng(2)
         chain = prompt(1, random_tokens(alone, random, 40))
         tree = Tree.random(alone, random, 9).segment(1, 40)
@@ -42,8 +43,8 @@ def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
     folders = [make_checkpoint(tmp_path / shape, shape, FFN) for shape in SHAPES]
     with ranked(2, *folders, by="torch", device="cpu") as ranks:
         for folder in folders:
-            alone = CpuEngine.load(folder, **LOADING)
-            single = DeviceEngine.load(folder, device="cpu", dtype="float32", slots=8)
+            alone = CpuEngine.load(folder, EngineSettings(**LOADING))
+            single = DeviceEngine.load(folder, EngineSettings(device="cpu", dtype="float32", slots=8))
             random = np.random.default_rng(1)
             tokens = random_tokens(alone, random, 90)
             tree = Tree.random(alone, random, 9).segment(1, 80)

@@ -18,6 +18,7 @@ from outrider.engine.growth import CHILDREN, LEVEL_ROWS, MOST_LEVELS, GrownLevel
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import BestTokens, Logits
 from outrider.engine.interface.masks import path_mask
+from outrider.engine.interface.settings import EngineSettings
 from tests.engine.gpu.taped import DEVICE, taped
 from tests.engine.small_checkpoints import MODELS, prompt
 
@@ -29,7 +30,8 @@ HELD = 208  # rows of a slot: on a CPU attention copies all of them for each row
 def engines() -> list[DeviceEngine]:
     """One grows trees, taped; the other runs the same rows level by level."""
     found = [
-        DeviceEngine.load(MODELS / "target", device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD) for _ in range(2)
+        DeviceEngine.load(MODELS / "target", EngineSettings(device=DEVICE, dtype="float32", slots=SLOTS, rows=HELD))
+        for _ in range(2)
     ]
     taped(found[0])
     return found

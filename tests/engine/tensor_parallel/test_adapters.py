@@ -25,9 +25,11 @@ from transformers import LlamaConfig
 from outrider.engine.adapters.low_rank import FILES, TENSORS, AdapterFiles, LowRankAdapter, read_adapter
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.cpu.weights import CpuAdapters
 from outrider.engine.executor import Executor
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel import adapter_transfer
 from outrider.engine.tensor_parallel.adapter_transfer import AdapterInbox
 from outrider.engine.tensor_parallel.group import RankLost
@@ -140,7 +142,7 @@ def test_several_ranks_add_the_adapter_updates_of_one_rank(
     monkeypatch.setitem(SHAPES, "six-heads", (LlamaConfig, sizes))
     folder = make_checkpoint(tmp_path / "model", shape, FFN)
     folders = make_two(folder, tmp_path)
-    alone = CpuEngine.load(folder, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(folder, EngineSettings(dtype="float32", slots=4, threads=1))
     expected = steps(alone, [alone.load_adapter(it)[0] for it in folders])
     plain = alone.forward([replace(it, adapter=None) for it in mixed(alone, (None, None))])
     changed = np.abs(expected[0] - plain).max(1) > 0.01
@@ -151,7 +153,7 @@ def test_several_ranks_add_the_adapter_updates_of_one_rank(
 
 
 def test_torch_ranks_add_the_adapter_updates_of_one_rank(checkpoint: Path, folders: list[Path]) -> None:
-    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, EngineSettings(dtype="float32", slots=4, threads=1))
     expected = steps(alone, [alone.load_adapter(it)[0] for it in folders])
     with ranked(2, checkpoint, by="torch", adapters=len(folders)) as ranks, ranks.lead(checkpoint) as engine:
         for ours, theirs in zip(steps(engine, [load(engine, it) for it in folders]), expected, strict=True):
@@ -200,7 +202,7 @@ def test_passes_continue_while_each_sends_a_piece_of_an_adapter(
         assert max(len(pieces([message])) for message in messages) == 1
         assert all(segments for _, segments in messages)
         changed = engine.forward([replace(prompt(1, text), adapter=adapter)])
-    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, EngineSettings(dtype="float32", slots=4, threads=1))
     one, again = alone.load_adapter(folders[0])
     assert read.digest == again.digest
     assert_same(changed, alone.forward([replace(prompt(1, text), adapter=one)]))
@@ -224,7 +226,7 @@ async def test_an_idle_group_sends_piece_after_piece_and_then_rests(
         await idle
         text = np.arange(9)
         found = await executor.call(lambda: engine.forward([replace(prompt(0, text), adapter=adapter)]))
-    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, EngineSettings(dtype="float32", slots=4, threads=1))
     one, _ = alone.load_adapter(folders[0])
     assert_same(found, alone.forward([replace(prompt(0, text), adapter=one)]))
 
@@ -286,18 +288,18 @@ def test_all_ranks_load_the_adapter_bytes_that_rank_0_read_once(
     checkpoint: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the files are others from the moment on in which rank 0 packs its part."""
-    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, EngineSettings(dtype="float32", slots=4, threads=1))
     segments = mixed(alone, [alone.load_adapter(it)[0] for it in (folders[0], folders[0])])
     expected = alone.forward(segments)
     folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
-    pack_adapter = CpuEngine.pack_adapter
+    pack = CpuAdapters.pack
 
-    def pack_and_replace(engine: CpuEngine, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
+    def pack_and_replace(adapters: CpuAdapters, files: AdapterFiles) -> tuple[object, LowRankAdapter]:
         for name in FILES if files.folder == folder else ():
             shutil.copy(folders[1] / name, folder / name)
-        return pack_adapter(engine, files)
+        return pack(adapters, files)
 
-    monkeypatch.setattr(CpuEngine, "pack_adapter", pack_and_replace)
+    monkeypatch.setattr(CpuAdapters, "pack", pack_and_replace)
     with leading(checkpoint, 2) as engine:
         adapter = load(engine, folder)
         assert (folder / TENSORS).read_bytes() == (folders[1] / TENSORS).read_bytes()
@@ -307,7 +309,7 @@ def test_all_ranks_load_the_adapter_bytes_that_rank_0_read_once(
 def test_an_adapter_of_another_engine_is_refused_before_a_plan_is_sent(
     checkpoint: Path, folders: list[Path], messages: list[Any]
 ) -> None:
-    alone = CpuEngine.load(checkpoint, dtype="float32", slots=4, threads=1)
+    alone = CpuEngine.load(checkpoint, EngineSettings(dtype="float32", slots=4, threads=1))
     own, _ = alone.load_adapter(folders[0])
     with leading(checkpoint, 2) as engine, leading(checkpoint, 2) as other:
         for given in (own, "name", load(other, folders[0])):
@@ -380,13 +382,13 @@ def test_a_rank_that_cannot_load_an_adapter_of_rank_0_ends_with_the_reason(
 
     def follow_and_close() -> None:
         try:
-            follow(CpuEngine.load(checkpoint, group=second, **settings), second)
+            follow(CpuEngine.load(checkpoint, EngineSettings(group=second, **settings)), second)
         finally:
             second.close()
 
     with ThreadPoolExecutor(1) as pool, Loading() as loader, caplog.at_level(logging.ERROR):
         following = pool.submit(follow_and_close)
-        engine = lead(CpuEngine.load(checkpoint, group=first, **settings), first)
+        engine = lead(CpuEngine.load(checkpoint, EngineSettings(group=first, **settings)), first)
         loader.begin(engine, folders[0])
         with pytest.raises(RankLost, match="rank 0 of 2 has lost another one"):
             beat(engine, 1000)

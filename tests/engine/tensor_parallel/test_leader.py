@@ -18,13 +18,12 @@ from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import RankLost
 from outrider.engine.tensor_parallel.rank_messages import (
     AdapterPiece,
-    CopyRows,
     DropAdapter,
-    MoveRows,
-    ReleaseRows,
+    KvChange,
     decode,
     encode,
 )
@@ -43,7 +42,7 @@ WAYS: list[tuple[Connected, int]] = [("sockets", 2), ("sockets", 4), ("torch", 2
 
 def load_alone(by: Connected, folder: Path) -> Engine:
     """The whole model in one process, on the engine that such ranks have."""
-    return (CpuEngine if by == "sockets" else OnTorch).load(folder, **LOADING)
+    return (CpuEngine if by == "sockets" else OnTorch).load(folder, EngineSettings(**LOADING))
 
 
 @pytest.fixture(scope="class", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
@@ -140,7 +139,8 @@ def test_two_ranks_take_no_more_than_three_fifths_of_the_memory_each(tmp_path: P
 
 def test_plans_survive_the_message() -> None:
     random = np.random.default_rng(3)
-    moves = MoveRows(3, random.integers(0, 50, 9), random.integers(0, 50, 9)), CopyRows(1, 2, 30), ReleaseRows(4, 17)
+    rows = random.integers(0, 50, 9), random.integers(0, 50, 9)
+    moves = KvChange("move", (3,), rows), KvChange("copy", (1, 2, 30)), KvChange("release", (4, 17))
     masked = Segment(1, 5, random.integers(0, 9, 7), random.integers(0, 9, 7), random.random((7, 11)) < 0.5, 3)
     content = random.integers(0, 256, 13).astype(np.uint8)
     of_adapters = AdapterPiece(7, 1, content, True), DropAdapter(3), AdapterPiece(8, 0, content[:0], False)

@@ -14,6 +14,7 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.features import Features
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import RankLost
 from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
@@ -95,7 +96,7 @@ def test_a_rank_that_closes_or_sends_another_operation_is_lost() -> None:
 @pytest.mark.parametrize("shape", ["biased", "one-kv-head-llama3", "untied-wide-heads"])
 def test_two_ranks_give_the_logits_of_one(shape: str, tmp_path: Path) -> None:
     folder, text = make_checkpoint(tmp_path, shape, FFN), np.arange(50)
-    alone = CpuEngine.load(folder, dtype="float32", slots=1, threads=1)
+    alone = CpuEngine.load(folder, EngineSettings(dtype="float32", slots=1, threads=1))
     with leading(folder, 2) as engine:
         assert engine.parameters == alone.parameters
         assert_same(engine.forward([prompt(0, text)]), alone.forward([prompt(0, text)]))
@@ -149,7 +150,7 @@ def test_kv_pages_are_released_on_all_ranks() -> None:
 def test_features_are_the_whole_models(tmp_path: Path) -> None:
     folder, wanted = make_checkpoint(tmp_path, "grouped", FFN), Features((1, 2), all_rows=True)
     text = np.arange(20)
-    alone = CpuEngine.load(folder, dtype="float32", slots=1, threads=1, features=wanted)
+    alone = CpuEngine.load(folder, EngineSettings(dtype="float32", slots=1, threads=1, features=wanted))
     alone.forward([prompt(0, text)])
     with leading(folder, 2, features=wanted) as engine:
         engine.forward([prompt(0, text)])

@@ -18,6 +18,7 @@ from outrider.cli.verification.reference import Reference as VerificationReferen
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.transformers.engine import TransformersEngine, batches
@@ -161,7 +162,7 @@ def test_drafts_beyond_the_context_do_not_fail(pair: tuple[Engine, Reference]) -
 
 def test_the_transformers_engine_equals_the_native_engine(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped")
-    ours, native = load(folder), CpuEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
+    ours, native = load(folder), CpuEngine.load(folder, EngineSettings(dtype="float32", slots=SLOTS, threads=1))
     random = np.random.default_rng(5)
     history, tree = random_tokens(native, random, 40), Tree.random(native, random, 14)
     for engine in (ours, native):

@@ -16,6 +16,7 @@ from outrider.engine.heads.config import KINDS, Kind, read_heads_config
 from outrider.engine.heads.loading import check_family, load_speculator
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 from outrider.engine.interface.batch import Segment
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import ConfigError
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.recipe import HeadsRecipe
@@ -67,7 +68,9 @@ def test_trained_heads_draft_at_the_measured_acceptance(kind: Kind, target: Path
     assert card.acceptance == after.by_name()
     # One text under the noise, root by root: what the folder drafts is accepted as far as was measured of such texts.
     shape = read_heads_config(settings.output)
-    engine = CpuEngine.load(target, dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
+    engine = CpuEngine.load(
+        target, EngineSettings(dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
+    )
     generated = generate_texts(engine, [[7, 8, 9, 10] * 4] * 2, temperature=1.0, tokens=40, seed=5)
     with torch.no_grad():
         for weight in training.student.parameters():

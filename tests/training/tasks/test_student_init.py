@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.errors import CheckpointError, ConfigError, OutriderError, TokenizerMismatch
 from outrider.training.data.corpus import Vocabulary
 from outrider.training.recipe import DrafterRecipe
@@ -34,7 +35,7 @@ def test_a_student_with_all_layers_equals_the_target(target: Path, tmp_path: Pat
 
 def test_a_student_with_some_layers_equals_the_engine_that_skips_the_others(target: Path, tmp_path: Path) -> None:
     made = student(recipe(target, tmp_path, layers=(0, 2))).eval()
-    engine = CpuEngine.load(target, dtype="float32", skip=(1,), slots=1, threads=1)
+    engine = CpuEngine.load(target, EngineSettings(dtype="float32", skip=(1,), slots=1, threads=1))
     with torch.no_grad():
         expected = made(TEXT).logits[0].numpy()
     assert abs(engine.forward([prompt(0, TEXT[0].numpy(), wanted=40)]) - expected).max() < 1e-4

@@ -20,6 +20,7 @@ from outrider.core.session.contract import OFF, RULES, Contract, Plan, StepRepor
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from tests.e2e.tiny_models import VOCABULARY, make_tiny
 from tests.engine.conftest import EngineClass, OnTorch
@@ -176,7 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine_class", [CpuEngine, OnTorch])
 async def test_a_window_in_every_step_keeps_the_targets_text(folder: Path, engine_class: EngineClass) -> None:
-    engine = engine_class.load(folder, dtype="float32", slots=4, threads=1)
+    engine = engine_class.load(folder, EngineSettings(dtype="float32", slots=4, threads=1))
     terms = [
         {"temperature": 0.0},
         {"temperature": 0.8},

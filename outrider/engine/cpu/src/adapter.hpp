@@ -47,7 +47,6 @@ class Adapter {
     return width_ == width && queries_ == queries && keys_ == keys && ffn_ == ffn && int(layers_.size()) == layers && kind_ == kind;
   }
   int layers() const { return int(layers_.size()); }
-  size_t bytes() const { return bytes_; }
   size_t ranks_wide() const { return ranks_wide_; }  // the most ranks of a linear, padding included
   size_t added_wide() const { return added_wide_; }  // the most outputs of a linear, padding included
   const LowRank& at(int layer, Part part) const { return layers_[layer][int(part)]; }
@@ -72,14 +71,12 @@ class Adapter {
         if (covered < place) it.gaps.push_back({covered, place});
         covered = place + made.written;
         ranks += int(up_to(a[number].rows, unit));
-        bytes_ += made.linear.bytes();
         it.expand.push_back(std::move(made));
       }
       place += room;
       wide = end;
     }
     if (covered < wide) it.gaps.push_back({covered, wide});
-    bytes_ += it.shrink.bytes();
     ranks_wide_ = std::max(ranks_wide_, up_to(size_t(it.shrink.panels) * LANES, 2 * LANES));
     added_wide_ = std::max(added_wide_, size_t(wide));
     layers_.at(layer)[int(part)] = std::move(it);
@@ -90,7 +87,7 @@ class Adapter {
   Kind kind_;
   std::vector<std::array<LowRank, PARTS>> layers_;
   bool tiles_;  // whether the kernels may be those for tiles, which know whole tiles alone
-  size_t bytes_ = 0, ranks_wide_ = 0, added_wide_ = 0;
+  size_t ranks_wide_ = 0, added_wide_ = 0;
 };
 
 }  // namespace outrider

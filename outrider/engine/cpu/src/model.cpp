@@ -56,29 +56,25 @@ std::vector<float> Model::norm_of(const Array& weight, int padded) const {
   return values;
 }
 
-void Model::set_layer(int index, const Array& attention_norm, const Array& query, const Array& key, const Array& value,
-                      const Array& query_bias, const Array& key_bias, const Array& value_bias, const Array& query_norm,
-                      const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
-                      const Array& gate, const Array& up, const Array& gate_bias, const Array& up_bias,
-                      const Array& down, const Array& down_bias) {
+void Model::set_layer(int index, const LayerArrays& given) {
   Layer& it = layers_.at(index);
   const int queries = shape_.heads * shape_.dim, keys = shape_.kv_heads * shape_.dim;
-  it.attention_norm = norm_of(attention_norm, int(wide_));
-  it.ffn_norm = norm_of(ffn_norm, int(wide_));
-  it.query_norm = norm_of(query_norm, shape_.dim);
-  it.key_norm = norm_of(key_norm, shape_.dim);
-  it.qkv = PackedLinear(kind_, queries + 2 * keys, shape_.width, query_bias.data != nullptr);
-  fill(it.qkv, query, query_bias, 0, 1, 0);
-  fill(it.qkv, key, key_bias, queries, 1, 0);
-  fill(it.qkv, value, value_bias, queries + keys, 1, 0);
-  it.output = PackedLinear(kind_, shape_.width, queries, output_bias.data != nullptr);
-  fill(it.output, output, output_bias, 0, 1, 0);
-  it.gate_up = PackedLinear(kind_, int(2 * up_to(shape_.ffn, LANES)), shape_.width, gate_bias.data != nullptr);
+  it.attention_norm = norm_of(given.attention_norm, int(wide_));
+  it.ffn_norm = norm_of(given.ffn_norm, int(wide_));
+  it.query_norm = norm_of(given.query_norm, shape_.dim);
+  it.key_norm = norm_of(given.key_norm, shape_.dim);
+  it.qkv = PackedLinear(kind_, queries + 2 * keys, shape_.width, given.query_bias.data != nullptr);
+  fill(it.qkv, given.query, given.query_bias, 0, 1, 0);
+  fill(it.qkv, given.key, given.key_bias, queries, 1, 0);
+  fill(it.qkv, given.value, given.value_bias, queries + keys, 1, 0);
+  it.output = PackedLinear(kind_, shape_.width, queries, given.output_bias.data != nullptr);
+  fill(it.output, given.output, given.output_bias, 0, 1, 0);
+  it.gate_up = PackedLinear(kind_, int(2 * up_to(shape_.ffn, LANES)), shape_.width, given.gate_bias.data != nullptr);
   it.gate_up.outputs = 2 * shape_.ffn;
-  fill(it.gate_up, gate, gate_bias, 0, 2, 0);
-  fill(it.gate_up, up, up_bias, 0, 2, 1);
-  it.down = PackedLinear(kind_, shape_.width, shape_.ffn, down_bias.data != nullptr);
-  fill(it.down, down, down_bias, 0, 1, 0);
+  fill(it.gate_up, given.gate, given.gate_bias, 0, 2, 0);
+  fill(it.gate_up, given.up, given.up_bias, 0, 2, 1);
+  it.down = PackedLinear(kind_, shape_.width, shape_.ffn, given.down_bias.data != nullptr);
+  fill(it.down, given.down, given.down_bias, 0, 1, 0);
 }
 
 void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {

@@ -70,6 +70,12 @@ struct FeatureRequest {
   bool every = false;       // of all rows; else of those that want logits
 };
 
+// The weights of a layer, of this rank: [outputs, inputs]; a bias or a norm of heads may have no data.
+struct LayerArrays {
+  Array attention_norm, query, key, value, query_bias, key_bias, value_bias, query_norm, key_norm, output, output_bias, ffn_norm,
+      gate, up, gate_bias, up_bias, down, down_bias;
+};
+
 class Model {
  public:
   // `exchange`: with the other ranks that share the model; null: this rank has all of it.
@@ -87,12 +93,7 @@ class Model {
   size_t weight_bytes() const;
   size_t kv_bytes() const { return pages_.bytes(); }
 
-  // Sets this rank's part of each weight: [outputs, inputs]; a bias or a norm may have no data.
-  void set_layer(int index, const Array& attention_norm, const Array& query, const Array& key, const Array& value,
-                 const Array& query_bias, const Array& key_bias, const Array& value_bias, const Array& query_norm,
-                 const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
-                 const Array& gate, const Array& up, const Array& gate_bias, const Array& up_bias, const Array& down,
-                 const Array& down_bias);
+  void set_layer(int index, const LayerArrays& given);
   // An embedding without data has the weights of the head, which has all tokens then.
   void set_ends(const Array& embedding, const Array& norm, const Array& head);
 

@@ -123,26 +123,48 @@ Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
 
 PyObject* set_layer(Object& self, PyObject* args) {
   int index;
-  PyObject* o[18];
-  if (!PyArg_ParseTuple(args, "iOOOOOOOOOOOOOOOOOO", &index, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7],
-                        &o[8], &o[9], &o[10], &o[11], &o[12], &o[13], &o[14], &o[15], &o[16], &o[17]))
-    throw PythonError();
+  PyObject* weights;
+  if (!PyArg_ParseTuple(args, "iO!", &index, &PyDict_Type, &weights)) throw PythonError();
   const Shape& it = model_of(self).shape();
   if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
-  const int64_t width = it.width, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
-  const int64_t shapes[18][2] = {{1, width},    {queries, width}, {keys, width}, {keys, width},  {1, queries},   {1, keys},
-                                 {1, keys},     {1, it.dim},      {1, it.dim},   {width, queries}, {1, width},   {1, width},
-                                 {it.ffn, width}, {it.ffn, width}, {1, it.ffn},  {1, it.ffn},    {width, it.ffn}, {1, width}};
+  const int64_t width = it.width, ffn = it.ffn, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
+  LayerArrays a;
+  const struct {
+    const char* name;
+    Array* array;
+    int64_t rows, columns;
+    bool needed;
+  } fields[] = {{"attention_norm", &a.attention_norm, 1, width, true},
+                {"query", &a.query, queries, width, true},
+                {"key", &a.key, keys, width, true},
+                {"value", &a.value, keys, width, true},
+                {"query_bias", &a.query_bias, 1, queries, false},
+                {"key_bias", &a.key_bias, 1, keys, false},
+                {"value_bias", &a.value_bias, 1, keys, false},
+                {"query_norm", &a.query_norm, 1, it.dim, false},
+                {"key_norm", &a.key_norm, 1, it.dim, false},
+                {"output", &a.output, width, queries, true},
+                {"output_bias", &a.output_bias, 1, width, false},
+                {"ffn_norm", &a.ffn_norm, 1, width, true},
+                {"gate", &a.gate, ffn, width, true},
+                {"up", &a.up, ffn, width, true},
+                {"gate_bias", &a.gate_bias, 1, ffn, false},
+                {"up_bias", &a.up_bias, 1, ffn, false},
+                {"down", &a.down, width, ffn, true},
+                {"down_bias", &a.down_bias, 1, width, false}};
   Buffers held;
-  Array a[18];
-  for (int i = 0; i < 18; i++) a[i] = taken(held, o[i], shapes[i][0], shapes[i][1]);
-  for (int i : {0, 1, 2, 3, 9, 11, 12, 13, 16})
-    if (!a[i].data) throw std::invalid_argument("a weight is missing");
-  if (!a[4].data != !a[5].data || !a[4].data != !a[6].data || !a[14].data != !a[15].data || !a[7].data != !a[8].data)
+  Py_ssize_t known = 0;
+  for (const auto& field : fields) {
+    PyObject* weight = PyDict_GetItemString(weights, field.name);
+    if (weight) known++, *field.array = taken(held, weight, field.rows, field.columns);
+    if (field.needed && !field.array->data) throw std::invalid_argument(std::string("a weight is missing: ") + field.name);
+  }
+  if (known != PyDict_Size(weights)) throw std::invalid_argument("a layer has no weight of that name");
+  if (!a.query_bias.data != !a.key_bias.data || !a.query_bias.data != !a.value_bias.data || !a.gate_bias.data != !a.up_bias.data ||
+      !a.query_norm.data != !a.key_norm.data)
     throw std::invalid_argument("some biases or norms are missing");
   ExclusiveCall call(self);
-  self.model->set_layer(index, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
-                        a[14], a[15], a[16], a[17]);
+  self.model->set_layer(index, a);
   return nullptr;
 }
 
@@ -196,10 +218,6 @@ PyObject* set_part(AdapterObject& self, PyObject* args) {
   }
   it.set(layer, part, a, b);
   return nullptr;
-}
-
-PyObject* adapter_bytes(AdapterObject& self, PyObject*) {
-  return PyLong_FromSize_t(self.adapter ? self.adapter->bytes() : 0);
 }
 
 int64_t integer(PyObject* object, PyObject* name) {
@@ -419,7 +437,6 @@ PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<Object, make>)}
 PyType_Spec spec = {"outrider._native.Model", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
 
 PyMethodDef adapter_methods[] = {{"set", method<AdapterObject, set_part>, METH_VARARGS, "Packs A and B of a linear of a layer."},
-                                 {"bytes", method<AdapterObject, adapter_bytes>, METH_NOARGS, "Bytes that a pass reads."},
                                  {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot adapter_slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<AdapterObject, make_adapter>)},

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.adapters.low_rank import AdapterFiles, LinearName, LowRankAdapter, parse_adapter
+from outrider.engine.adapters.low_rank import (
+    AdapterFiles,
+    AdapterLoader,
+    LinearName,
+    LowRankAdapter,
+    NoAdapters,
+    most_bytes,
+    parse_adapter,
+)
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.gpu.adapters.adapter_memory import AdapterForm, DeviceAdapter, place_adapter
 from outrider.engine.gpu.adapters.low_rank import (
@@ -47,6 +55,20 @@ class AdapterShape:
     def reserved(self) -> int:
         """Bytes that KV leaves to adapters."""
         return self.most * self.form.bytes_of(RESERVED_RANK)
+
+
+class NoAdapterTable(NoAdapters):
+    """The adapters of an engine that was loaded without."""
+
+    form = None
+    passes = (False,)  # whether passes have adapters, for each kind of pass that is recorded
+
+    def __init__(self) -> None:
+        super().__init__("this engine was loaded without; start the verifier with --adapters")
+
+    def of_rows(self, rows: int, *, adapted: bool) -> PlainPass:
+        """Return what passes read: nothing."""
+        return PlainPass()
 
 
 class PlainPass:
@@ -83,11 +105,14 @@ class AdaptedPass:
         table.kernels.add_low_rank(x, result, self._inputs, layer, it, plan=self._plan, sums=table.sums)
 
 
-class AdapterTable:
+class AdapterTable(AdapterLoader):
     """The buffers of an engine for adapters, and what loads them."""
+
+    passes = (False, True)  # see `NoAdapterTable`
 
     def __init__(self, shape: AdapterShape, slots: int, kernels: Kernels) -> None:
         self._shape = shape
+        self.most_bytes = most_bytes(shape.config)
         self.form = shape.form
         self.kernels = kernels
         self.linears = adapted_linears(shape.form)
@@ -98,11 +123,11 @@ class AdapterTable:
         self.staging = Staging(max(_fields(plan)[-1].stop for plan in plans), device)
         self.sums = torch.zeros(max(plan.sums(self.linears.values()) for plan in plans), device=device)
 
-    def of_rows(self, rows: int) -> AdaptedPass:
+    def of_rows(self, rows: int, *, adapted: bool) -> PlainPass | AdaptedPass:
         """Return what passes of `rows` rows read."""
-        return AdaptedPass(self, self._plans[rows])
+        return AdaptedPass(self, self._plans[rows]) if adapted else PlainPass()
 
-    def load(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:
+    def pack(self, files: AdapterFiles) -> tuple[DeviceAdapter, LowRankAdapter]:
         """Parse an adapter and copy it to the device. Raises CheckpointError; ConfigError where memory is full."""
         shape = self._shape
         read = parse_adapter(files, shape.config)

@@ -23,6 +23,7 @@ from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.speculator import HeadNodes, HeadRoot, KeptFeatures
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import LogitsRow, logits_rows
+from outrider.engine.tensor_parallel.group import ALONE
 
 
 @dataclass(slots=True)
@@ -75,23 +76,24 @@ class DeviceEagleDrafts:
 
     def __init__(self, target: DeviceEngine) -> None:
         """`target`: that was loaded with heads. From now on they follow its slots."""
-        model, device, slots = target.eagle, target.device, target.slots
+        model, slots = target.eagle, target.slots
         if model is None:
             raise ValueError("the target was loaded without heads")
         self.depth = model.depth
         self._engine = DeviceEagle(
             model,
             target.tokenizer_digest,
-            device=device,
+            replace(target.runtime, group=ALONE),
             slots=slots,
             rows=target.rows,
-            pages=min(slots * pages_of(target.rows), target.pages + slots * SPARE_PAGES),
-            recorder=target.recorder,
+            pages=min(slots * pages_of(target.rows), target.kv.table.pages + slots * SPARE_PAGES),
             window=KEPT_ROWS,
         )
         self.unpadded_vocabulary = self._engine.unpadded_vocabulary
         network, dtype = model.network, model.weights.embedding.dtype
-        self._fuse = network.fuse.weight.detach().to(device, dtype) if isinstance(network, Eagle3) else None
+        self._fuse = (
+            network.fuse.weight.detach().to(target.runtime.device, dtype) if isinstance(network, Eagle3) else None
+        )
         self._texts = [_Text(np.zeros(KEPT_ROWS, np.int64)) for _ in range(slots)]
         self._rows = DraftedRows()
         self._draws: dict[int, Draw | None] = {}  # of the round, by slot
@@ -178,7 +180,7 @@ class DeviceEagleDrafts:
     def _feed(self, hidden: Tensor, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         """Keep features of a pass's rows under the numbers of states."""
         with torch.inference_mode():
-            taken, targets = self._engine.sent(np.stack([rows, numbers]))
+            taken, targets = self._engine.runtime.sent(np.stack([rows, numbers]))
             features = hidden.index_select(0, taken)
             if self._fuse is not None:
                 features = linear(features.to(self._fuse.dtype), self._fuse)

@@ -14,10 +14,9 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_tokenizer_digest
 from outrider.engine.gpu.attention.kv_memory import pages_for
 from outrider.engine.gpu.attention.page_table import pages_of
-from outrider.engine.gpu.devices import check_device, fitting
+from outrider.engine.gpu.devices import Runtime, check_device, fitting
 from outrider.engine.gpu.eagle.eagle import DeviceEagle
 from outrider.engine.gpu.eagle.eagle_model import EagleModel
-from outrider.engine.gpu.passes.cuda_graphs import recorder_for
 from outrider.engine.gpu.passes.row_states import RowStates
 from outrider.engine.growth import GrownLevel, Growth
 from outrider.engine.heads.fed_texts import FedTexts
@@ -39,10 +38,9 @@ class FedEagle(DeviceEagle):
         self, model: EagleModel, digest: bytes, *, device: torch.device, slots: int, rows: int, pages: int
     ) -> None:
         """`digest`: of the target's tokenizer."""
-        recorder = recorder_for(device)
-        super().__init__(model, digest, device=device, slots=slots, rows=rows, pages=pages, recorder=recorder)
-        self.fed_width = model.config.width
         self._texts = FedTexts(slots, rows)
+        super().__init__(model, digest, Runtime.on(device), slots=slots, rows=rows, pages=pages, base=self._texts.base)
+        self.fed_width = model.config.width
 
     @classmethod
     def load_heads(cls, folder: Path, target: Path, *, device: str, precise: bool, slots: int) -> FedEagle:
@@ -69,8 +67,9 @@ class FedEagle(DeviceEagle):
         stop = start + len(rows)
         with torch.inference_mode():
             numbers = self.states.fed_numbers(slot, np.arange(start, stop))
-            bits = torch.from_numpy(rows.astype(np.int16)).to(self.device).view(torch.bfloat16)
-            self.states.feed(torch.from_numpy(numbers).to(self.device), bits)
+            device = self.runtime.device
+            bits = torch.from_numpy(rows.astype(np.int16)).to(device).view(torch.bfloat16)
+            self.states.feed(torch.from_numpy(numbers).to(device), bits)
         self.states.end(slot, stop)
         self._texts.feed(slot, start, stop, restart=restart)
 
@@ -111,6 +110,3 @@ class FedEagle(DeviceEagle):
 
     def _shifted(self, slot: int, growth: Growth | None) -> Growth | None:
         return None if growth is None else replace(growth, base=growth.base - self._texts.base(slot))
-
-    def _base(self, slot: int) -> int:
-        return self._texts.base(slot)

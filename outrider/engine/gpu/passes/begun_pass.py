@@ -6,7 +6,7 @@ while that one runs, and two replays begin it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.following import FollowingPass
+from outrider.engine.gpu.passes.packing import OUTPUTS, packed
+from outrider.engine.gpu.passes.pass_runner import PassRunner
 from outrider.engine.gpu.sampling.device_logits import DeviceLogits
+from outrider.engine.gpu.sampling.token_choice import VERIFIED
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import BestTokens, Logits
 
@@ -100,6 +103,76 @@ class PickedLogits:
 
     def best(self, index: int) -> BestTokens | None:
         return self.source.best(int(self.rows[index]))
+
+
+class NextPass:
+    """Begins the pass that follows a call, and keeps it until it is wanted or a slot of it changes."""
+
+    def __init__(self, passes: PassRunner) -> None:
+        self._passes = passes
+        self.begun: BegunPass | None = None  # behind the last call
+
+    def take(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> PickedLogits | None:
+        """Return the logits of these rows, if the last call has begun them."""
+        begun, self.begun = self.begun, None
+        return None if begun is None else begun.logits_of(segments, draws)
+
+    def forget(self, slot: int) -> None:
+        """Have a row that was begun computed anew, because its slot changes."""
+        if self.begun is not None:
+            self.begun.rows.pop(slot, None)
+
+    def begin(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], following: FollowingPass, logits: PickedLogits
+    ) -> frozenset[int]:
+        """Read the logits of a call, and begin the pass that follows it, if there is one and it is wanted then.
+
+        Return the slots of the pass that was begun.
+        """
+        found = NextRows.of(segments, draws, following, self._passes.kv.rows)
+        launch = None if found is None else self._prepare(found, logits)
+        logits.source.fetch()
+        if found is None or launch is None:
+            return frozenset()
+        tokens = chosen_tokens(logits, found)
+        if tokens is None or found.all_end(tokens, following) or not following.wanted():
+            return frozenset()
+        self.begun = BegunPass.of(found, tokens, launch())
+        return frozenset(self.begun.rows)
+
+    def _prepare(self, rows: NextRows, before: PickedLogits) -> Callable[[], DeviceLogits] | None:
+        """Upload the next pass's inputs. Return a function that starts it, or None if it cannot be pipelined.
+
+        Its tokens are taken over on the device, where this pass writes them.
+        """
+        passes, kv, vocabulary = self._passes, self._passes.kv, before.vocabulary
+        choices, count = before.source.only_choices, len(rows.segments)
+        if choices is None or count > OUTPUTS[-1] or (kv.bounded and kv.table.free < 2 * count):
+            return None
+        with passes.runtime.computing():
+            result = DeviceLogits(vocabulary, [1] * count)
+            (parts,) = packed(rows.segments)
+            prepared = passes.prepare(parts, rows.draws, VERIFIED, result.first)
+            if len(prepared.runs) > 1:
+                return None
+            (run,), (head,) = prepared.runs, prepared.heads
+            assert head is not None
+            for it in rows.segments:
+                kv.table.prepare(it.slot, it.prefix, it.prefix + 1)
+            kv.move(kv.table.take_moves())  # whether the pass begins or not
+            passes.send(prepared.layers, rows.segments, run)
+            chosen = passes.choice.send(run, VERIFIED)
+            tokens = passes.inputs.rows(prepared.layers.plan).tokens
+            sources = passes.runtime.sent(before.rows[rows.sources])
+            tokens[:count] = choices[sources, 0].long().clamp(0, vocabulary - 1)
+
+        def launch() -> DeviceLogits:
+            with passes.runtime.computing():
+                prepared.layers.replay()
+                passes.choice.compute(head, run, chosen, result, last=False)
+            return result
+
+        return launch
 
 
 def chosen_tokens(logits: Logits, following: NextRows) -> list[int] | None:

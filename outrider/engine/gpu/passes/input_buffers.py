@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.sampling.noise import Draw, noise_keys
+from outrider.engine.gpu.attention.kv_memory import MOST_MOVES
 from outrider.engine.gpu.attention.page_table import PageTable
 from outrider.engine.gpu.attention.tree_attention import TILE_COLUMNS, TREE_WORDS, AttentionPlan, lay_tiles
 from outrider.engine.gpu.passes.packing import MOST_ROWS, OUTPUTS, PassPart
@@ -28,7 +29,7 @@ from outrider.engine.interface.batch import Segment
 
 ArrayT = TypeVar("ArrayT")
 
-FEWEST_MOVES, MOST_MOVES = 64, 256  # bounds of the number of moves that a pass begins with
+FEWEST_MOVES = 64  # moves that the smallest pass has room for; the largest has room for `MOST_MOVES`
 _NO_DRAW = Draw(0, 0.0)  # of rows whose tokens are not chosen
 _COUNTED = np.arange(MOST_ROWS)
 
@@ -101,18 +102,9 @@ class Outputs:
         most = RESTRICTED if self.restricted else OUTPUTS[-1]
         if len(self.rows) <= most:
             return [self]
+        parts: tuple[Any, ...] = self.rows, self.places, self.drawn, self.keys, self.temperatures, self.restricted
         runs = [slice(at, at + most) for at in range(0, len(self.rows), most)]
-        return [
-            Outputs(
-                self.rows[run],
-                self.places[run],
-                self.drawn[run],
-                self.keys[run],
-                self.temperatures[run],
-                self.restricted[run],
-            )
-            for run in runs
-        ]
+        return [Outputs(*(part[run] for part in parts)) for run in runs]
 
 
 _NO_ROWS = np.empty(0, np.int64)

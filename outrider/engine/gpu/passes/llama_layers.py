@@ -11,14 +11,14 @@ from torch.nn.functional import embedding, linear
 from outrider.engine.checkpoints.checkpoint import ModelConfig
 from outrider.engine.gpu.adapters.adapter_table import AdaptedPass, PlainPass
 from outrider.engine.gpu.attention.tree_attention import AttentionBuffers, AttentionPlan
-from outrider.engine.gpu.kernels import Kernels, LayerForm
+from outrider.engine.gpu.devices import Runtime
+from outrider.engine.gpu.kernels import LayerForm
 from outrider.engine.gpu.linears.float8 import Float8Weight, linear8
 from outrider.engine.gpu.linears.int4 import GroupedInt4Weight, linear4
 from outrider.engine.gpu.passes.input_buffers import OutputInputs, RowInputs
 from outrider.engine.gpu.passes.packing import MOST_ROWS
 from outrider.engine.gpu.weights import ModelWeights, Weight
 from outrider.engine.interface.features import Features
-from outrider.engine.tensor_parallel.group import TensorGroup
 from outrider.engine.torch_layers.linear import Linear
 
 CONVERTED = 2**24  # weights of 8 or 4 bits that are converted at once, for passes of many rows
@@ -35,17 +35,17 @@ class LlamaLayers:
         config: ModelConfig,
         weights: ModelWeights,
         cache: Tensor,
+        runtime: Runtime,
         *,
         positions: int,
         plans: Sequence[AttentionPlan],
         features: Features | None,
-        group: TensorGroup,
-        kernels: Kernels,
-        device: torch.device,
     ) -> None:
         """`config`: the shape of this rank's part; `cache`: [layers, 2, pages, kv_heads, PAGE_ROWS, dim]; `plans`: of
         all numbers of rows; `features`: that passes return.
         """
+        device = runtime.device
+        self.vocabulary = config.vocabulary
         self.weights = weights
         self.form = LayerForm(config.heads, config.kv_heads, config.head_dim, config.eps)
         self.hidden = torch.zeros(MOST_ROWS, config.width, device=device)  # behind the last layer, of a pass's rows
@@ -56,8 +56,8 @@ class LlamaLayers:
         self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         self._cache = cache
         self._wanted = features
-        self._group = group
-        self.kernels = kernels
+        self._group = runtime.group
+        self.kernels = runtime.kernels
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
         self._converted = torch.empty(converted, dtype=cache.dtype, device=device) if converted else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,9 +25,20 @@ class RowStates:
     slot * WINDOW + row % WINDOW for what a row has computed. The last number is that of states that nobody continues.
     """
 
-    def __init__(self, slots: int, kept: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`kept`: rows of each slot whose features are kept, the latest."""
+    def __init__(
+        self,
+        slots: int,
+        kept: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        base: Callable[[int], int] = lambda slot: 0,
+    ) -> None:
+        """`kept`: rows of each slot whose features are kept, the latest; `base`: returns the text's row that row 0 of a
+        slot is.
+        """
         self._kept = kept
+        self._base = base
         self._ends = [0] * slots  # by slot: rows before this one continue features
         self._first = slots * kept  # number of the first computed state
         self.unused = self._first + slots * WINDOW
@@ -68,16 +79,14 @@ class RowStates:
         found: NDArray[np.int64] = self._first + slots * np.int64(WINDOW) + rows % WINDOW
         return found
 
-    def send(self, segments: Sequence[Segment], bases: Sequence[int]) -> None:
-        """Begin to copy what the rows of a pass continue, and where the states go that they compute.
-
-        `bases`: of each segment, the text's row that its row 0 is.
-        """
+    def send(self, segments: Sequence[Segment]) -> None:
+        """Begin to copy what the rows of a pass continue, and where the states go that they compute."""
         sources, targets = self._arrays
         self._staging.wait()
         targets.fill(self.unused)
         first = 0
-        for it, base in zip(segments, bases, strict=True):
+        for it in segments:
+            base = self._base(it.slot)
             rows, stop = np.array(written_rows(it)), first + len(it.tokens)
             above = self.numbers(it.slot, np.fromiter(parent_rows(it), np.int64, len(rows)))
             fed = self.fed_numbers(it.slot, rows + base)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig
-from outrider.engine.gpu.kernels import Kernels
+from outrider.engine.gpu.devices import Runtime
 from outrider.engine.gpu.passes.cuda_graphs import Replay
 from outrider.engine.gpu.passes.input_buffers import NO_OUTPUTS, InputBuffers, OutputInputs, Outputs
 from outrider.engine.gpu.passes.packing import OUTPUTS, round_up
@@ -21,7 +21,6 @@ from outrider.engine.gpu.sampling.penalties import PenaltyBuffers
 from outrider.engine.gpu.sampling.restrictions import OUTPUTS as RESTRICTED
 from outrider.engine.gpu.sampling.restrictions import TOP, RestrictionBuffers, choose_restricted, likeliest
 from outrider.engine.gpu.sampling.sampling import noise_steps
-from outrider.engine.tensor_parallel.group import TensorGroup
 
 VERIFIED = 2  # candidates of a row for a verifier: the token, and the next best for the gap between the two
 
@@ -55,21 +54,16 @@ class TokenChoice:
         *,
         parts: Callable[[OutputInputs[Tensor]], Tensor],
         inputs: InputBuffers,
-        kernels: Kernels,
-        group: TensorGroup,
-        record: Callable[[Callable[[], None]], Replay],
-        device: torch.device,
+        runtime: Runtime,
     ) -> None:
         """`parts`: returns the logits of the rows that want them, of this rank's ids, in parts that are to be added."""
+        device = runtime.device
         self._vocabulary = config.vocabulary
         self._unpadded = config.unpadded_vocabulary or config.vocabulary
         self._parts = parts
         self._inputs = inputs
-        self._kernels = kernels
-        self._group = group
-        self._leads = group.shard.rank == 0
-        self._record = record
-        self._device = device
+        self._runtime = runtime
+        self._leads = runtime.group.shard.rank == 0
         self.logits = torch.zeros(OUTPUTS[-1] if self._leads else 0, config.vocabulary, device=device)
         self._restrictions = RestrictionBuffers(device)
         self._penalties = PenaltyBuffers(slots if self._leads else 0, RESTRICTED, config.vocabulary, device)
@@ -128,28 +122,28 @@ class TokenChoice:
         inputs, logits = self._inputs.outputs(count), self.logits[:count]
         choices = likely = None
         if candidates:
-            choices = torch.zeros(count, 2 * candidates, dtype=torch.float64, device=self._device)
+            choices = torch.zeros(count, 2 * candidates, dtype=torch.float64, device=self._runtime.device)
         if terms != "none" and candidates == VERIFIED:
-            likely = torch.zeros(count, 2 + 2 * TOP, dtype=torch.float64, device=self._device)
+            likely = torch.zeros(count, 2 + 2 * TOP, dtype=torch.float64, device=self._runtime.device)
         penalties = self._penalties.inputs(count) if terms == "penalties" else None
         self._inputs.send_outputs(NO_OUTPUTS)
 
         def choose(parts: Tensor) -> None:
             keys, temperatures = inputs.keys, inputs.temperatures
             freely = choices if terms == "none" else None
-            self._kernels.choose(parts, logits, keys, temperatures, self._unpadded, freely)
+            self._runtime.kernels.choose(parts, logits, keys, temperatures, self._unpadded, freely)
             if terms != "none" and choices is not None:
-                steps = noise_steps(self._vocabulary, self._device)
+                steps = noise_steps(self._vocabulary, self._runtime.device)
                 given = self._restrictions.inputs(count)
                 choices.copy_(choose_restricted(logits, keys, temperatures, given, steps, candidates, penalties))
                 if likely is not None:
                     likely.copy_(likeliest(logits, choices[:, 0].long()))
 
-        if self._group.shard.of == 1:
-            return Head(logits, choices, likely, [self._record(lambda: choose(self._parts(inputs)))])
+        if self._runtime.group.shard.of == 1:
+            return Head(logits, choices, likely, [self._runtime.record(lambda: choose(self._parts(inputs)))])
         replays = [self._gathering(count, inputs, logits)]  # all ranks record the sum, rank 0 alone what it chooses
         if self._leads:
-            replays.append(self._record(lambda: choose(logits)))
+            replays.append(self._runtime.record(lambda: choose(logits)))
         return Head(logits, choices, likely, replays)
 
     def _gathering(self, count: int, inputs: OutputInputs[Tensor], logits: Tensor) -> Replay:
@@ -157,12 +151,12 @@ class TokenChoice:
 
         def gather() -> None:
             parts = self._parts(inputs)
-            gathered = self._group.gather(parts.view(-1, count, parts.shape[1]).sum(0))
+            gathered = self._runtime.group.gather(parts.view(-1, count, parts.shape[1]).sum(0))
             if gathered is not None:
                 logits.copy_(gathered[:, : self._vocabulary])
 
         if count not in self._gathers:
-            self._gathers[count] = self._record(gather)
+            self._gathers[count] = self._runtime.record(gather)
         return self._gathers[count]
 
 

@@ -15,6 +15,16 @@
 #include <arm_neon.h>
 #endif
 
+// Between these two, functions are compiled for processors with some features.
+#define OUTRIDER_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define OUTRIDER_TARGET(features) OUTRIDER_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define OUTRIDER_TARGET_END OUTRIDER_PRAGMA(clang attribute pop)
+#else
+#define OUTRIDER_TARGET(features) OUTRIDER_PRAGMA(GCC target(features))
+#define OUTRIDER_TARGET_END
+#endif
+
 namespace outrider {
 
 constexpr int LANES = 16;       // outputs of a panel, keys of a page

@@ -1,20 +1,12 @@
 #include "kernels.hpp"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,avx512bf16,fma,avx2,f16c,bmi,bmi2,lzcnt"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,avx512bf16,fma,avx2,f16c,bmi,bmi2,lzcnt")
-#endif
-
+OUTRIDER_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,avx512bf16,fma,avx2,f16c,bmi,bmi2,lzcnt")
 #define OUTRIDER_NAME "avx512_bf16"
 #define OUTRIDER_VECTOR 512
 #define OUTRIDER_BF16 1
 #define OUTRIDER_VNNI 1
 #define OUTRIDER_TABLE avx512_bf16_kernels
 #include "kernels.inc"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+OUTRIDER_TARGET_END
 #endif
