@@ -13,7 +13,6 @@ from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
     Chunk,
-    FinishReason,
     Generation,
     Model,
     ModelAdapter,
@@ -24,6 +23,7 @@ from outrider.client._types import (
     Usage,
 )
 from outrider.client._wire import Options
+from outrider.core.session.contract import FinishReason
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus
 
 __all__ = [

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from outrider.client._grammar import parsed
 from outrider.client._logprobs import NO_ROWS, LogprobRows
 from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
 from outrider.core.answers.call_reader import CONTENT, REASONING
-from outrider.core.session.contract import SHARED_NOISE
+from outrider.core.session.contract import SHARED_NOISE, FinishReason
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
-
-
-class FinishReason(StrEnum):
-    """Why a generation ended."""
-
-    STOP = "stop"  # the model's end of text, or a stop string
-    LENGTH = "length"  # max_tokens
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ABANDONED = "abandoned"  # the call broke off, and no client resumed it in time
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
