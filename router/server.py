@@ -111,9 +111,9 @@ async def _serve(
     service = GenerateServicer(router)
     authenticator = ApiKeyAuthenticator(Keys(client, clock)) if config.auth == "keys" else NoAuthentication()
 
-    register_metric("outrider.requests.running", lambda: len(service.running))
+    register_metric("outrider.requests.running", lambda: len(service.calls.running))
     register_metric("outrider.queue.depth", admission.depths)
-    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
+    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.calls.running.values())]))
     register_metric("outrider.workers", worker_pool.counts)
     register_metric("outrider.clock.skew", clock.skew_s)
 
@@ -124,8 +124,8 @@ async def _serve(
         public_key = router.ticket_signer.public_key
         await clock.read(client)
         await list_key(client, public_key, clock.now())  # before the first ticket, for drafts from the first session on
-        trees = TreeView(service.steps.steps, lambda: tuple(service.running.values()))
-        shown = pages(router, lambda: tuple(service.running.values()), trees)
+        trees = TreeView(service.steps.steps, lambda: tuple(service.calls.running.values()))
+        shown = pages(router, lambda: tuple(service.calls.running.values()), trees)
         with exporting_telemetry("router", router.router_id, config.metrics, shown):
             async with (
                 supervising() as tasks,
@@ -133,8 +133,8 @@ async def _serve(
                     config.listen,
                     register,
                     drain_s=config.drain_s,
-                    begin_drain=service.begin_drain,
-                    drained=service.drained,
+                    begin_drain=service.calls.begin_drain,
+                    drained=service.calls.drained,
                     tls=tls,
                     mutual=False,
                     judge=JudgedByKey(authenticator, admission.rates),
@@ -159,7 +159,7 @@ async def _serve(
                 await asyncio.Event().wait()
     finally:
         # The server forgets cancelled calls; their handlers may still be ending.
-        await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
+        await asyncio.gather(*(generation.ended.wait() for generation in service.calls.running.values()))
         await background.drain(_CLEAN_UP_S)
         await router.verifier_links.close()
         await worker_pool.channels.close()

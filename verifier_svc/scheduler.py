@@ -87,7 +87,7 @@ class StepScheduler:
     def estimates(self) -> dict[str, Any]:
         """Return what steps are decided from. May be called in another thread."""
         return {
-            "pass": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.learning.cost.points()],
+            "pass": [{"rows": rows, "seconds": seconds} for rows, seconds in self.learning.cost.points()],
             "steering": self.learning.steering.estimates(),
             "arrivals": self.learning.hold_policy.estimates(),
             "ngram_proposers": self._ngram_proposers.estimates(),

@@ -47,7 +47,7 @@ from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.servicer import VerifierServicer
 
-SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # sizes of the passes whose cost is measured at start, in tokens
+SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of the passes whose cost is measured at start
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
     engine = lead(load_part(config, group), group)
     if engine.treeless:
         log.warning("%s is served without speculation: %s", config.model, engine.treeless)
-    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    sweep = [rows for rows in SWEEP if rows <= max(2, config.max_nodes)]
     return engine, CostModel(engine.measure_costs(sweep))
 
 

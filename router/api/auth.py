@@ -15,7 +15,8 @@ from outrider.limits.rate_limits import CHECKING, CallRates, address_of
 from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
 from outrider.store.keys import Keys
-from router.api.message_bounds import check_message
+from outrider.wire import inference as wire
+from outrider.wire.message_bounds import more_fields_than
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
 HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send
@@ -24,8 +25,11 @@ HEALTH_BYTES = 1024  # its size
 MAX_HEALTH_CALLS = 256  # calls of health at the same time
 MAX_REFLECTION_CALLS = 4  # calls of reflection at the same time
 REFLECTION_S = 10.0  # time that one may take
+MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sampling may list
+MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
+_GENERATE = "/outrider.v1.Inference/Generate"
 _HEALTH_PREFIX = "/grpc.health."
 _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 
@@ -151,3 +155,14 @@ def run_for(tenant: str) -> None:
 def caller_tenant() -> str:
     """Return the tenant of the call that the current task runs. Raises LookupError where none was admitted."""
     return _TENANT.get()
+
+
+def check_message(method: str, message: bytes) -> None:
+    """Raise InvalidRequest for a message that would take far more memory than it has bytes, or has too many."""
+    if method != _GENERATE:
+        if len(message) > MAX_OTHER_BYTES:
+            raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {MAX_OTHER_BYTES}")
+    elif more_fields_than(wire.GenerateRequest.DESCRIPTOR, MAX_FIELDS, message):
+        raise InvalidRequest(
+            "message", f"must have at most {MAX_FIELDS} entries: messages, and what `sampling` lists, together"
+        )

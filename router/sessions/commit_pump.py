@@ -8,21 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.session.contract import Plan, StepReport
-from outrider.core.session.decoding import DecodeEnd, ReceivedCommit
+from outrider.core.session.contract import FinishReason, Plan, StepReport
+from outrider.core.session.decoding import ReceivedCommit
 from outrider.errors import InternalError
 from outrider.telemetry.tracing import recording_span
 from router.counters.request_metrics import plan_attributes
-from router.drafters.drafter_assignment import DraftAssignment, DrafterSet
-from router.drafters.step_statuses import StepStatuses
+from router.drafters.attached_drafters import DraftAssignment
+from router.drafters.drafter_assignment import DrafterSet
+from router.drafters.obstacles import StepStatuses
 from router.scheduling.admission import AdmissionSlot
-from router.sessions.client_watch import ClientWatch
-from router.sessions.outbox import Outbox
-from router.sessions.response import EndReason
+from router.sessions.outbox import ClientWatch, Outbox
 from router.sessions.session_open import OpenedGeneration, RouterContext
 from router.sessions.standby import Standby
 from router.sessions.token_log import TokenLog
-from router.sessions.verifier_client import DecodeStream
+from router.sessions.verifier_client import DecodeEnd, DecodeStream
 
 RENEWALS_PER_LEASE = 3
 RELEASE_S = 20.0  # after the verifier last wanted drafters, when they are released to other sessions
@@ -58,7 +57,7 @@ class CommitPump:
         self._alone: Callable[[], dict[str, float]] = dict  # what each drafter alone had drafted
         self.contract = self._samples.verifier_contract(opened.turn.contract)  # for verifiers
 
-    async def run(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+    async def run(self, token_log: TokenLog, stream: DecodeStream) -> FinishReason:
         """Handle the verifier's commits until the response ends."""
         self._wanted, self._wanted_at = self._wants_drafters(stream.resting), -math.inf
         self._drafters = self._assign_drafters(token_log, stream)
@@ -75,7 +74,7 @@ class CommitPump:
         """Write what is left of the training samples."""
         self._samples.flush()
 
-    async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+    async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> FinishReason:
         """Handle each commit: log it, acknowledge it, send it, and give its report to the policy."""
         response, policy = self._opened.response, self._opened.policy
         statuses = StepStatuses(self._router.config, policy, stream.worker)
@@ -84,13 +83,13 @@ class CommitPump:
                 if token_log.idle_s > self._router.config.lease_s / RENEWALS_PER_LEASE:
                     await token_log.renew()
                 if self._opened.left_s <= 0.0:
-                    return EndReason.DEADLINE
+                    return FinishReason.DEADLINE
                 continue
             report = event.report
             await self._log_and_send(event, token_log, stream)
             self._record_status(report, statuses)
             if response.stopped:
-                return EndReason.STOP
+                return FinishReason.STOP
             self._drafters.observe(len(event.tokens), report, event.credits)
             policy.observe(report)
             if policy.plan() is not self.plan:

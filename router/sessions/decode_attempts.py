@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 
+from outrider.core.session.contract import FinishReason
 from outrider.errors import DeadlineExceeded, Moved, OutriderError, Overloaded, Unavailable
 from router.scheduling.admission import AdmissionSlot
-from router.sessions.client_watch import ClientWatch
 from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump
-from router.sessions.outbox import NOT_READ, Outbox
-from router.sessions.response import EndReason
+from router.sessions.outbox import NOT_READ, ClientWatch, Outbox
 from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
 from router.sessions.standby import Standby
 from router.sessions.token_log import TokenLog
@@ -59,12 +58,12 @@ class DecodeAttempts:
         self._standby = Standby(router, opened.model, opened.record.tenant, adapter) if router.config.standby else None
         self._waiting: asyncio.Task[None] | None = None  # the wait between two verifier streams
         self._started = False
-        self._halted: EndReason | OutriderError | None = None  # why `run` has to stop early
+        self._halted: FinishReason | OutriderError | None = None  # why `run` has to stop early
         self._following = False  # `run` is processing commits
         self._yielding = False  # its slot goes to other requests until its client has caught up
         self.pump = CommitPump(router, opened, slot, outbox, self.client_watch, self._standby)
 
-    async def run(self, token_log: TokenLog) -> EndReason:
+    async def run(self, token_log: TokenLog) -> FinishReason:
         """Decode the response, on one verifier after the other if need be."""
         failures = 0
         wait_first: Callable[[], Coroutine[None, None, None]] | None = None
@@ -76,7 +75,7 @@ class DecodeAttempts:
                 wait_first = None
                 return await self._decode_on_one_verifier(token_log)
             except DeadlineExceeded:
-                return EndReason.DEADLINE
+                return FinishReason.DEADLINE
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task and task.cancelling():
@@ -104,7 +103,7 @@ class DecodeAttempts:
                 await self._lose_verifier(token_log, error, logging.WARNING)
         return self._opened.response.reason
 
-    def halt(self, why: EndReason | OutriderError) -> None:
+    def halt(self, why: FinishReason | OutriderError) -> None:
         """Make `run` stop early. Of several reasons the first one counts."""
         if self._halted is None:
             self._halted = why
@@ -168,7 +167,7 @@ class DecodeAttempts:
                     raise
             await asyncio.sleep(VERIFIER_CHECK_S)
 
-    async def _decode_on_one_verifier(self, token_log: TokenLog) -> EndReason:
+    async def _decode_on_one_verifier(self, token_log: TokenLog) -> FinishReason:
         """Decode the rest of the response on one verifier."""
         attempt = open_stream(
             self._router,

@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from outrider.core.session.contract import Plan
+from outrider.core.session.contract import FinishReason, Plan
 from outrider.errors import Cancelled, Moved, Overloaded, Superseded, Unavailable
 from router.counters.usage_stats import UsageStats
 from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
 from router.sessions.decode_attempts import DecodeAttempts
 from router.sessions.outbox import FinishedEvent, Outbox, StartedEvent
-from router.sessions.response import EndReason
 from router.sessions.session_open import OpenedGeneration, RouterContext, take_over
 from router.sessions.token_log import TokenLog
 
@@ -118,7 +117,7 @@ class OwnedGeneration:
 
     def stop(self) -> None:
         """End the generation as `cancel` does, without waiting for its end."""
-        self._attempts.halt(EndReason.CANCELLED)
+        self._attempts.halt(FinishReason.CANCELLED)
 
     def move(self) -> None:
         """Stop the generation where it stands; another router resumes it."""
@@ -128,7 +127,7 @@ class OwnedGeneration:
         """End the generation because another call of this router owns its session since `epoch`."""
         self._attempts.halt(Superseded(f"session {self.session_id} was taken over under epoch {epoch}; do not retry"))
 
-    async def _decode_and_finish(self) -> EndReason:
+    async def _decode_and_finish(self) -> FinishReason:
         """Decode under our epoch. Finish or release the generation at the end, whatever happens."""
         token_log = self._opened.token_log
         assert token_log is not None  # the generation has not ended
@@ -149,7 +148,7 @@ class OwnedGeneration:
         self._send_started(cached=0)
         return reason
 
-    async def _ended_elsewhere(self) -> EndReason:
+    async def _ended_elsewhere(self) -> FinishReason:
         """Return why a Cancel at another router ended the generation. The log decides: this router may have taken more
         tokens than became durable."""
         self._send_started(cached=0)
@@ -170,11 +169,11 @@ class OwnedGeneration:
         usage = self._response.usage.dump()
         gone = isinstance(error, asyncio.CancelledError | Cancelled)
         if gone and self._opened.left_s <= DEADLINE_SLACK_S:
-            self._router.background.spawn(token_log.finish(EndReason.DEADLINE.value, usage))
+            self._router.background.spawn(token_log.finish(FinishReason.DEADLINE.value, usage))
         elif gone or isinstance(error, Unavailable | Overloaded):
             self._router.background.spawn(token_log.release(usage))
         else:
-            self._router.background.spawn(token_log.finish(EndReason.FAILED.value, usage))
+            self._router.background.spawn(token_log.finish(FinishReason.FAILED.value, usage))
 
     def _send_started(self, cached: int) -> None:
         """Send StartedEvent, once, and the durable parts that the client lacks."""

@@ -1,4 +1,5 @@
-"""The events that one client is still to be sent: added without waiting, written by one task at the client's pace."""
+"""The events that one client is still to be sent: added without waiting, written by one task at the client's pace, and
+watched for a client that is behind."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from outrider.core.answers.answer_reader import ModelForm
+from outrider.core.session.contract import FinishReason
 from outrider.errors import InternalError, OutriderError, Unavailable
 from router.counters.usage_stats import UsageStats
-from router.sessions.response import EndReason, ResponsePart
+from router.sessions.response import ResponsePart
 
 SLOW_CLIENT_S = 10.0  # a client that does not read for this time loses its slot, and gets one again when it reads
 FLUSH_S = 0.2  # how long a client has to read the rest when its call ends with an error
+CHECK_S = 0.25  # between two checks of a client; one that is behind at a check may lose its slot to others
 NOT_READ = "the client did not read for a while and lost its slot; resume the generation"
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ class StartedEvent:
 class FinishedEvent:
     """The generation has ended."""
 
-    reason: EndReason
+    reason: FinishReason
     prompt_tokens: int
     usage: UsageStats
 
@@ -197,6 +200,40 @@ class Outbox:
     async def _flush(self, writing: asyncio.Task[None], *, failed: bool) -> None:
         while not writing.done() and self.unread_s < (FLUSH_S if failed or self._cut_short else SLOW_CLIENT_S):
             await asyncio.wait({writing}, timeout=FLUSH_S)
+
+
+class ClientWatch:
+    """Checks a client from time to time until it has been sent everything.
+
+    `on_unread` is called once the client does not read at all, and `on_behind` at each check at which it is behind.
+    """
+
+    def __init__(self, outbox: Outbox, *, on_unread: Callable[[], None], on_behind: Callable[[], None]) -> None:
+        self._outbox = outbox
+        self._on_unread = on_unread
+        self._on_behind = on_behind
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Check the client in a moment, and again until it has been sent everything."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_later(CHECK_S, self._check)
+
+    def stop(self) -> None:
+        """End the checks."""
+        if self._next is not None:
+            self._next.cancel()
+
+    def _check(self) -> None:
+        self._next = None
+        if self._outbox.empty:
+            return
+        if self._outbox.stalled:
+            self._on_unread()
+            return
+        if self._outbox.behind and self._outbox.unread_s >= CHECK_S:
+            self._on_behind()
+        self.start()
 
 
 def _nothing() -> None:

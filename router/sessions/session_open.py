@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from outrider.config import RouterConfig
 from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.control.drafters.tier_selection import TierSwitch
+from outrider.core.session.contract import FinishReason
 from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.limits.fair_turns import LoopTurns
@@ -31,7 +32,7 @@ from router.requests.served_models import ServedModel
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
-from router.sessions.response import EndReason, Response, ResponsePart, position_beyond_log, unsent_parts
+from router.sessions.response import Response, ResponsePart, position_beyond_log, unsent_parts
 from router.sessions.sample_writer import SampleWriter
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_link import VerifierLinks
@@ -84,9 +85,9 @@ class OpenedGeneration:
     deadline: float = math.inf  # by the monotonic clock
 
     @property
-    def ended(self) -> EndReason | None:
+    def ended(self) -> FinishReason | None:
         """Why the generation ended; None while it has not."""
-        return EndReason(self.record.finished) if self.record.finished else None
+        return FinishReason(self.record.finished) if self.record.finished else None
 
     @property
     def left_s(self) -> float:
@@ -353,7 +354,7 @@ async def end(router: RouterContext, tenant: str, session_id: str) -> None:
     if record.turn is None or record.finished:
         return
     owned = await router.sessions.acquire(session_id, record.epoch, router.owner())
-    await owned.finish(EndReason.CANCELLED.value, record.usage)
+    await owned.finish(FinishReason.CANCELLED.value, record.usage)
 
 
 async def open_record(sessions: Sessions, tenant: str, session_id: str) -> SessionRecord:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outrider.core.session.contract import Plan
-from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -30,6 +30,10 @@ DEADLINE_SLACK_S = 0.05  # behind a deadline, at which gRPC ends the call of a c
 ACKS_PER_WINDOW = 4  # each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
+
+
+class DecodeEnd:
+    """The generation has ended by its contract."""
 
 
 class DecodeIdle:
@@ -111,7 +115,7 @@ class DecodeStream:
     def on_ended(self, ended: wire.DecodeEnded) -> None:
         """The verifier has ended the generation."""
         if ended.WhichOneof("how") == "reason":
-            self._add(wire.end_from_pb(ended))
+            self._add(DecodeEnd())
         else:
             self._fail(self._translated(error_from_pb(ended.error)))
 

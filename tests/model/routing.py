@@ -19,7 +19,7 @@ from outrider.config import RouterConfig
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.session.contract import Plan
-from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
@@ -31,14 +31,14 @@ from router.api.auth import run_for
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.counters.request_metrics import RouterMetrics
-from router.drafters.drafter_assignment import DraftAssignment
+from router.drafters.attached_drafters import DraftAssignment
 from router.drafters.warm_start import WarmStart
 from router.requests.served_models import ServedModel
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
 from router.sessions.sample_writer import SampleWriter
 from router.sessions.session_open import RouterContext
-from router.sessions.verifier_client import DecodeIdle
+from router.sessions.verifier_client import DecodeEnd, DecodeIdle
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
 from tests.model.wires import BROKEN, Ended, Link
