@@ -44,7 +44,6 @@ RENEWALS_S = 10.0
 
 _DRAFT = "/outrider.v1.TreeSink/Draft"
 
-
 DraftCall = grpc.aio.StreamStreamCall[wire.DraftUp, wire.DraftDown]
 
 

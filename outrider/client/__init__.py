@@ -8,17 +8,18 @@
 
 from outrider.client._async import AsyncClient
 from outrider.client._connection import ConnectionOptions
-from outrider.client._logprobs import LogprobRows, TokenLogprobs
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
     Chunk,
     Generation,
+    LogprobRows,
     Model,
     ModelAdapter,
     Session,
     StepNode,
     StepTree,
+    TokenLogprobs,
     ToolCall,
     Usage,
 )

@@ -12,7 +12,7 @@ from outrider.client import _wire
 from outrider.client._connection import Access, ConnectionOptions, key_metadata, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
-from outrider.client._tools import terms_of
+from outrider.client._terms import terms_of
 from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated

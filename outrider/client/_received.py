@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.client import _wire
-from outrider.client._logprobs import LogprobRows
-from outrider.client._types import Chunk, Generation
+from outrider.client._types import Chunk, Generation, LogprobRows
 from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerTerms, ModelForm
 from outrider.errors import InternalError
 from outrider.wire import inference as wire

@@ -9,11 +9,10 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
-from outrider.client._grammar import grammar_of
-from outrider.client._logprobs import LogprobRows
-from outrider.client._tools import calls_json, object_json, tools_of
+from outrider.client._terms import calls_json, grammar_of, object_json, tools_of
 from outrider.client._types import (
     Chunk,
+    LogprobRows,
     Model,
     ModelAdapter,
     Session,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
@@ -34,22 +34,16 @@ _HEALTH_PREFIX = "/grpc.health."
 _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 
 
-class Authenticator(Protocol):
-    """Maps a call to its tenant."""
+class Authenticator:
+    """Maps a call to its tenant. This one allows every caller, and all are one tenant."""
 
     async def tenant(self, context: Context) -> str:
         """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Unavailable without
         Redis."""
-
-
-class NoAuthentication:
-    """Every caller is allowed, and all are one tenant."""
-
-    async def tenant(self, context: Context) -> str:
         return ""
 
 
-class ApiKeyAuthenticator:
+class ApiKeyAuthenticator(Authenticator):
     """A caller with an API key is allowed, for the key's tenant."""
 
     def __init__(self, keys: Keys) -> None:

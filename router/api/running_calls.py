@@ -18,10 +18,11 @@ from router.api.answer_streams import AnswerWriter
 from router.api.messages import event_to_pb
 from router.counters.request_metrics import RequestMetrics
 from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
+from router.sessions.context import RouterContext
 from router.sessions.generation import OwnedGeneration
 from router.sessions.outbox import Event, Outbox
 from router.sessions.response import ResponsePart
-from router.sessions.session_open import OpenedGeneration, RouterContext
+from router.sessions.takeover import OpenedGeneration, Takeovers
 
 ResultT = TypeVar("ResultT")
 
@@ -86,10 +87,12 @@ class PendingRequests:
 class RunningCalls:
     """The Generate and Resume calls of a router."""
 
-    def __init__(self, router: RouterContext) -> None:
+    def __init__(self, router: RouterContext, takeovers: Takeovers) -> None:
         self.running: dict[str, OwnedGeneration] = {}  # by session id
         self.pending = PendingRequests()
         self._router = router
+        self._takeovers = takeovers
+        self._spawn = router.decoding.background.spawn
         self._draining = False
         self._outboxes: set[Outbox] = set()
         self._active = 0  # number of calls
@@ -111,7 +114,7 @@ class RunningCalls:
     @asynccontextmanager
     async def outbox(self) -> AsyncIterator[Outbox]:
         """Yield the outbox of a call. At the end of the body the client has been sent everything, or does not read."""
-        outbox = Outbox(self._router.config.window)
+        outbox = Outbox(self._router.decoding.config.window)
         self._outboxes.add(outbox)
         try:
             async with outbox:
@@ -141,11 +144,10 @@ class RunningCalls:
             before.supersede(opened.token_log.epoch)
         outbox.begin(
             partial(_send, self._router.turns, writer, opened),
-            opened.position,
-            opened.text_offset,
+            *opened.client,
             partial(_send_now, writer, opened),
         )
-        generation = OwnedGeneration(self._router, opened, slot, outbox)
+        generation = OwnedGeneration(self._router, self._takeovers, opened, slot, outbox)
         metrics.on_started(generation)
         if self._draining:
             generation.move()
@@ -166,12 +168,12 @@ class RunningCalls:
 
     def _settle_storage(self, opened: OpenedGeneration) -> None:
         """Count what an ended generation has written, instead of all that it might have."""
-        router, response = self._router, opened.response
-        if opened.token_log is None or not router.storage.bounded:
+        storage, response = self._router.store.storage, opened.response
+        if opened.token_log is None or not storage.bounded:
             return
         record, answer = opened.record, response.position - response.start
         size = generation_bytes(response.start - opened.logged, opened.turn, answer)
-        router.background.spawn(router.storage.settle(record.tenant, record.session_id, record.generation, size))
+        self._spawn(storage.settle(record.tenant, record.session_id, record.generation, size))
 
     async def cancel(self, tenant: str, session_id: str) -> None:
         """Cancel the generation of a tenant's session, if it runs here or is about to."""

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -28,8 +29,9 @@ from router.reporting.step_stream import StepStreams
 from router.requests.requests import GenerateParams, find_model, parse
 from router.requests.served_models import ServedModel
 from router.scheduling.admission import OUTPUT_WEIGHT, AnswerLimit
-from router.sessions import session_open
-from router.sessions.session_open import RouterContext
+from router.sessions.context import RouterContext
+from router.sessions.session_open import GenerationOpener
+from router.sessions.takeover import ClientPosition, Takeovers, open_record, resumed_policy
 
 MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
 STALE_S = 0.05  # after this time in the queue a session's record is read again
@@ -41,11 +43,20 @@ class GenerateServicer(InferenceServicer):
     """Translates requests to generations, and their events to messages."""
 
     def __init__(self, router: RouterContext) -> None:
+        store, pool, self._config = router.store, router.decoding.worker_pool, router.decoding.config
         self._router = router
-        self.calls = RunningCalls(router)
-        self._answers = AnswerLimit(router.config)
+        self._takeovers = Takeovers(
+            store=store,
+            models=router.models,
+            turns=router.turns,
+            background=router.decoding.background,
+            policy=partial(resumed_policy, self._config, router.warm_start),
+        )
+        self._opener = GenerationOpener(store=store, worker_pool=pool, takeovers=self._takeovers)
+        self.calls = RunningCalls(router, self._takeovers)
+        self._answers = AnswerLimit(self._config)
         self._answer_streams = AnswerStreams()
-        self.steps = StepStreams(router)
+        self.steps = StepStreams(store=store, models=router.models, worker_pool=pool)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """Run one generation for as long as the call lasts."""
@@ -59,11 +70,11 @@ class GenerateServicer(InferenceServicer):
             params = parse(
                 request,
                 self._router.models,
-                self._router.config,
+                self._config,
                 session,
                 self._router.warm_start.priors,
                 tenant=tenant,
-                longest_context=self._router.worker_pool.longest_context,
+                longest_context=self._router.decoding.worker_pool.longest_context,
                 requested=requested,
             )
             metrics.on_parsed(params)
@@ -82,7 +93,7 @@ class GenerateServicer(InferenceServicer):
                 answering.enter_context(self._answers.hold(tenant))
                 if session is not None and time.monotonic() - arrived > STALE_S:
                     session = await self._find_session(tenant, session_id)
-                opened = await session_open.begin(self._router, params, session, deadline)
+                opened = await self._opener.begin(params, session, deadline)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
                 await self.calls.run(opened, slot, outbox, writer, metrics, pending)
@@ -96,13 +107,11 @@ class GenerateServicer(InferenceServicer):
                 self._answer_streams.writer(tenant, self._route(request.route), context)
             )
             outbox = await stack.enter_async_context(self.calls.outbox())
-            found = await session_open.find(
-                self._router,
+            found = await self._takeovers.find(
                 tenant,
                 request.session_id,
                 request.generation,
-                request.next_position,
-                request.text_offset,
+                ClientPosition(request.next_position, request.text_offset),
             )
             slot = None
             if not found.record.finished:
@@ -113,9 +122,9 @@ class GenerateServicer(InferenceServicer):
                 handed_on = running is not None and running.hand_on_slot()
                 slot = await stack.enter_async_context(self._router.admission.slot(ticket, handed_on=handed_on))
                 metrics.on_admitted(slot.since)
-            opened = await session_open.take(self._router, found)
-            self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.position)
-            self._router.metrics.resumes += 1
+            opened = await self._takeovers.take(found)
+            self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.client.position)
+            self._router.decoding.metrics.resumes += 1
             await self.calls.run(opened, slot, outbox, writer, metrics)
 
     async def Answers(self, requests: AsyncIterator[pb.AnswersRequest], context: Context[Any, Any]) -> None:
@@ -128,7 +137,7 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context), self._span(context, "Cancel"):
             tenant = caller_tenant()
             await self.calls.cancel(tenant, request.session_id)
-            await session_open.end(self._router, tenant, request.session_id)  # another router may run it
+            await self._takeovers.end(tenant, request.session_id)  # another router may run it
             return pb.CancelResponse()
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
@@ -142,15 +151,15 @@ class GenerateServicer(InferenceServicer):
                 )
             model = find_model(requested.name, self._router.models)
             session_id = secrets.token_hex(16)
-            await self._router.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
-            await self._router.sessions.create(session_id, tenant, model.name, model.digest)
-            return session_to_pb(await self._router.sessions.get(session_id))
+            await self._router.store.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
+            await self._router.store.sessions.create(session_id, tenant, model.name, model.digest)
+            return session_to_pb(await self._router.store.sessions.get(session_id))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Return a session's description."""
         async with errors_as_status(context):
             tenant = caller_tenant()
-            return session_to_pb(await session_open.open_record(self._router.sessions, tenant, request.session_id))
+            return session_to_pb(await open_record(self._router.store.sessions, tenant, request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
@@ -159,11 +168,11 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context):
             tenant = caller_tenant()
             with suppress(NotFound):  # for example closed before
-                await self._router.sessions.get(request.session_id, tenant)
+                await self._router.store.sessions.get(request.session_id, tenant)
                 await self.calls.cancel(tenant, request.session_id)
-                await self._router.sessions.close(request.session_id)
-                await self._router.storage.forget(tenant, request.session_id)
-                self._router.background.spawn(self._router.session_events.publish(request.session_id))
+                await self._router.store.sessions.close(request.session_id)
+                await self._router.store.storage.forget(tenant, request.session_id)
+                self._router.decoding.background.spawn(self._router.store.events.publish(request.session_id))
             return pb.CloseSessionResponse()
 
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
@@ -205,7 +214,7 @@ class GenerateServicer(InferenceServicer):
             return pb.CheckKeyResponse(tenant=caller_tenant())
 
     async def _find_session(self, tenant: str, session_id: str) -> SessionRecord | None:
-        return await session_open.open_record(self._router.sessions, tenant, session_id) if session_id else None
+        return await open_record(self._router.store.sessions, tenant, session_id) if session_id else None
 
     def _route(self, route: pb.AnswerRoute) -> tuple[bytes, int] | None:
         """Return the stream and the handle that a call's events go to; None: they go on the call itself.
@@ -229,14 +238,14 @@ class GenerateServicer(InferenceServicer):
         """Yield a call's metrics: errors become statuses, and the span and the metrics are recorded at its end."""
         with self.calls.counted():
             async with errors_as_status(context), self._span(context, method) as call:
-                with self._router.metrics.request(call.span, operation) as metrics:
+                with self._router.decoding.metrics.request(call.span, operation) as metrics:
                     yield metrics
 
     def _span(self, context: Context[Any, Any], method: str) -> AbstractAsyncContextManager[ServedCall]:
-        return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._router.config.trust_traces)
+        return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._config.trust_traces)
 
     async def _describe(self, model: ServedModel) -> pb.Model:
-        worker_pool = self._router.worker_pool
+        worker_pool = self._router.decoding.worker_pool
         verifiers = [
             worker for worker in await worker_pool.verifiers(model.name) if worker.tokenizer_digest == model.digest
         ]

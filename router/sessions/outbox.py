@@ -75,15 +75,15 @@ class Outbox:
 
     def __init__(self, window: int) -> None:
         self.end = 0, 0  # position and text offset behind the latest event
-        self.on_progress: Callable[[], None] = _nothing  # called after each part that was sent
-        self.on_error: Callable[[OutriderError], None] = _ignore  # called when nothing more can be sent
+        self.on_progress: Callable[[], None] = lambda: None  # called after each part that was sent
+        self.on_error: Callable[[OutriderError], None] = lambda error: None  # called when nothing more can be sent
         self._window = window
         self._written = 0  # position behind the last token that gRPC has taken for the client
         self._caught_up = asyncio.Event()
         self._progress = 0.0  # monotonic time of the latest event that was sent
         self._entries: deque[_OutboxEntry] = deque()  # the first one is being written
         self._changed = asyncio.Event()
-        self._write_now: WriteNow = _never
+        self._write_now: WriteNow = lambda event: False
         self._closed = False
         self._error: OutriderError | None = None
         self._cut_short: OutriderError | None = None
@@ -234,15 +234,3 @@ class ClientWatch:
         if self._outbox.behind and self._outbox.unread_s >= CHECK_S:
             self._on_behind()
         self.start()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _never(event: Event) -> bool:
-    return False
-
-
-def _ignore(error: OutriderError) -> None:
-    pass
