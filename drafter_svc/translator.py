@@ -205,18 +205,16 @@ class Translator:
         member = self.members.get(key)
         if member is None:
             return
-        before = {id(node) for node in _nodes_below(member.draft_tree.root)}
         try:
-            member.draft_tree.graft(SENDER, delta)
+            grafted = member.draft_tree.graft(SENDER, delta)
         except (DigestMismatch, InvalidRequest):
             # The last draft tokens have changed; the scheduler receives them after this pass.
             if exhausted:
                 self._send(key, member.mirror.announce(()), plan_version, exhausted)
             return
         added: list[Node] = []
-        for node in _nodes_below(member.draft_tree.root):
-            if id(node) not in before:
-                added += self._add_path(member, node, member.mirror.room - len(added))
+        for node in filter(member.draft_tree.holds, grafted.added):
+            added += self._add_path(member, node, member.mirror.room - len(added))
         self.nodes += len(added)
         if added or exhausted:
             self._send(key, member.mirror.announce(added), plan_version, exhausted)
@@ -257,11 +255,3 @@ def _draft_contract(contract: Contract) -> Contract:
         min_p=contract.min_p,
         rule="target-match",
     )
-
-
-def _nodes_below(root: Node) -> list[Node]:
-    """Return all nodes below the root, parents before children."""
-    found = list(root.children.values())
-    for node in found:
-        found.extend(node.children.values())
-    return found
