@@ -208,9 +208,10 @@ async def _send(turns: LoopTurns, writer: AnswerWriter, opened: OpenedGeneration
 
 def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> bool:
     """Send new tokens, if the client's stream of answers takes them at once. Return whether it did."""
-    if not isinstance(event, ResponsePart) or event.replayed or not writer.ready:
+    lane = writer.lane
+    if lane is None or not lane.ready or not isinstance(event, ResponsePart) or event.replayed:
         return False
-    writer.write_now(_message(opened, event))
+    lane.put(_message(opened, event))
     return True
 
 
