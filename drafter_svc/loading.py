@@ -122,13 +122,13 @@ def with_model(
     """
     engine = lead(load_part(config, group), group)
     capacity = Capacity(
-        engine.tokenizer_digest,
-        engine.vocabulary,
-        engine.context,
-        config.slots,
-        engine.parameters,
-        _trained_for(config),
-        _wanted_features(config, engine),
+        tokenizer_digest=engine.tokenizer_digest,
+        vocabulary=engine.vocabulary,
+        context=engine.context,
+        slots=config.slots,
+        parameters=engine.parameters,
+        trained_for=_trained_for(config),
+        features=_wanted_features(config, engine),
     )
     if config.target is not None:
         return _translating(config, worker_id, engine, capacity)
@@ -183,11 +183,11 @@ def without_model(config: DrafterConfig, worker_id: str) -> DrafterServicer:
 def hot_reload(config: DrafterConfig, capacity: Capacity, scheduler: DraftScheduler, versions: Versions) -> HotReload:
     """Return the task that keeps the drafter's model up to date."""
     required = RequiredShape(
-        checkpoint_folder(config.model),
-        capacity.tokenizer_digest,
-        capacity.vocabulary,
-        capacity.context,
-        capacity.trained_for,
+        folder=checkpoint_folder(config.model),
+        tokenizer_digest=capacity.tokenizer_digest,
+        vocabulary=capacity.vocabulary,
+        context=capacity.context,
+        trained_for=capacity.trained_for,
     )
 
     def load(folder: Path) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from drafter_svc.own_adapters import OwnAdapters
@@ -41,8 +41,8 @@ class ScheduledSession:
 
     kv_slot: AcquiredSlot
     kv_scope: str  # KV is shared only among sessions with the same value
+    inbox: Inbox
     adapter: object | None = None  # of the model
-    inbox: Inbox = field(default_factory=Inbox)
     session: DrafterSession | None = None
     relay: Relay | None = None  # the session as the lower tier sees it
     next: tuple[Segment, list[Node]] | None = None  # the segment to run next, and the nodes that it expands
@@ -98,14 +98,15 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
                 return
             adapter, scope = self._adapter_of(key, snapshot.contract)
             kv_slot = self._acquire_slot(key, snapshot, scope)
-            member = self[key] = ScheduledSession(kv_slot, scope, adapter)
-        self._enqueue(key, member.inbox, snapshot)
+            inbox = Inbox(self._changed.set, partial(self._resync, key))
+            member = self[key] = ScheduledSession(kv_slot, scope, inbox, adapter)
+        member.inbox.put(snapshot)
 
     def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
         """Queues a commit, new terms, or hints of a session's upstream."""
         member = self.get(key)
         if member is not None:
-            self._enqueue(key, member.inbox, update)
+            member.inbox.put(update)
 
     def closed(self, key: Attachment) -> None:
         """End a session. Its KV stays until memory is needed.
@@ -180,13 +181,6 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         member.kv_slot, member.next = AcquiredSlot(member.kv_slot.slot, 0, None), None
         if member.session is not None and not member.session.drop_kv():
             member.inbox.appendleft(member.session.snapshot())
-
-    def _enqueue(self, key: Attachment, inbox: Inbox, message: MirrorSnapshot | MirrorUpdate | Hints) -> None:
-        """Queues a message until the running pass ends; requests a snapshot when too many are queued."""
-        if inbox.add(message):
-            self._changed.set()
-        else:
-            self._resync(key)
 
     def _follow_grammar(self, key: Attachment, session: DrafterSession) -> None:
         """Has a session draft within its contract's grammar, as soon as that is compiled."""

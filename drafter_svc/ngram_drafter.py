@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from drafter_svc.sessions.mirror import Inbox, Mirror
 from drafter_svc.upstreams.upstream import Attachment
@@ -24,7 +25,7 @@ CHUNK = 512  # tokens of a text that are read in one turn; takes about ten milli
 class NgramMember:
     """A session in the scheduler, and its upstream's messages that are not applied yet."""
 
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: Inbox
     mirror: Mirror | None = None
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has read
@@ -66,13 +67,15 @@ class NgramScheduler:
         """Begins or restarts a session. Ignored when there are too many."""
         if key not in self.members and len(self.members) >= self._slots:
             return
-        self._enqueue(key, self.members.setdefault(key, NgramMember()).inbox, snapshot)
+        if key not in self.members:
+            self.members[key] = NgramMember(Inbox(self._changed.set, partial(self._resync, key)))
+        self.members[key].inbox.put(snapshot)
 
     def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
         """Queues a commit, new terms, or hints of a session's upstream."""
         member = self.members.get(key)
         if member is not None:
-            self._enqueue(key, member.inbox, update)
+            member.inbox.put(update)
 
     def closed(self, key: Attachment) -> None:
         """End a session. Its answer is given to the lookup's store."""
@@ -81,13 +84,6 @@ class NgramScheduler:
             member.close_grammar()
         if member is not None and member.mirror is not None and member.lookup is not None:
             member.lookup.finish(member.mirror.tokens[member.answer_position :])
-
-    def _enqueue(self, key: Attachment, inbox: Inbox, message: MirrorSnapshot | MirrorUpdate | Hints) -> None:
-        """Queues a message until the session's turn; requests a snapshot when too many are queued."""
-        if inbox.add(message):
-            self._changed.set()
-        else:
-            self._resync(key)
 
     async def run(self) -> None:
         """Proposes until cancelled. No session with a short text waits for one that reads a long text."""

@@ -83,7 +83,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                 raise Overloaded(f"all {self.capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
             if call.span.is_recording():
-                attachment.traced = TracedDrafts(call.span, attachment, self.worker_id, self._config.tier)
+                attachment.traced = TracedDrafts(
+                    call.span, attachment.session_id, attachment.epoch, self.worker_id, self._config.tier
+                )
             upstream = self.upstreams.upstream(address)
             upstream.attach(attachment)
             answer = upstream.refusals.attach_response(attachment.key)

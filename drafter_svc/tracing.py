@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from opentelemetry.trace import Span
 
-from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.tree.delta import Delta
 from outrider.telemetry.tracing import Attributes, span_id_bytes, start_span, wall_ns
 
@@ -15,11 +14,11 @@ from outrider.telemetry.tracing import Attributes, span_id_bytes, start_span, wa
 class TracedDrafts:
     """Makes the spans below the span of the Attach call."""
 
-    def __init__(self, attach: Span, attachment: Attachment, worker_id: str, tier: int) -> None:
+    def __init__(self, attach: Span, session_id: str, epoch: int, worker_id: str, tier: int) -> None:
         self._since = time.monotonic()  # when the present draft began
         about: Attributes = {
-            "outrider.session.id": attachment.session_id,
-            "outrider.epoch": attachment.epoch,
+            "outrider.session.id": session_id,
+            "outrider.epoch": epoch,
             "outrider.worker.id": worker_id,
             "outrider.tier": tier,
         }

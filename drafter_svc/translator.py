@@ -62,22 +62,17 @@ class Translator:
         send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
     ) -> None:
+        self.members: dict[Attachment, TranslatedSession] = {}
+        self.nodes = 0  # sent, in the target's tokens
         self._target = target
         self._draft = draft
         self._send = send
         self._resync = resync
-        self._sessions: dict[Attachment, TranslatedSession] = {}
         self._scheduler: DraftScheduler
-        self._nodes = 0
 
     def serve(self, scheduler: DraftScheduler) -> None:
         """Set the scheduler. Its `send` must be this translator's `on_delta`, and its `resync` `reopen`."""
         self._scheduler = scheduler
-
-    @property
-    def members(self) -> dict[Attachment, TranslatedSession]:
-        """The sessions."""
-        return self._sessions
 
     @property
     def progress(self) -> WorkClock:
@@ -89,17 +84,12 @@ class Translator:
         """Seconds of the scheduler's levels."""
         return self._scheduler.level_s
 
-    @property
-    def nodes(self) -> int:
-        """Number of nodes sent, in the target's tokens."""
-        return self._nodes
-
     async def run(self) -> None:
         """Drafts until cancelled."""
         try:
             await self._scheduler.run()
         finally:
-            for member in self._sessions.values():
+            for member in self.members.values():
                 if member.translating is not None:
                     member.translating.cancel()
 
@@ -107,7 +97,7 @@ class Translator:
         """Begins or restarts a session. A long text is translated outside the event loop, and drafted for once that is
         done.
         """
-        before = self._sessions.get(key)
+        before = self.members.get(key)
         mirror = Mirror(snapshot, first_id=before.mirror.next_id if before else 1)
         if mirror.tree.digest != snapshot.digest:
             self._resync(key)
@@ -117,7 +107,7 @@ class Translator:
         member = TranslatedSession(
             mirror, Translation(self._target, self._draft), TokenTree([0]), waiting=list(snapshot.tokens)
         )
-        self._sessions[key] = member
+        self.members[key] = member
         if len(member.waiting) > AT_ONCE:
             self._scheduler.closed(key)  # its session has another text
             member.translating = asyncio.create_task(self._catch_up(key, member))
@@ -130,7 +120,7 @@ class Translator:
         """Apply committed tokens or new terms. Hints are ignored: they are tokens of the other vocabulary, and no
         text.
         """
-        member = self._sessions.get(key)
+        member = self.members.get(key)
         if member is None or isinstance(update, Hints):
             return
         if not member.mirror.apply_update(update):
@@ -162,7 +152,7 @@ class Translator:
 
     def closed(self, key: Attachment) -> None:
         """End a session."""
-        member = self._sessions.pop(key, None)
+        member = self.members.pop(key, None)
         if member is not None:
             if member.translating is not None:
                 member.translating.cancel()
@@ -170,7 +160,7 @@ class Translator:
 
     def reopen(self, key: Attachment) -> None:
         """Open the session in the scheduler as it is now."""
-        member = self._sessions.get(key)
+        member = self.members.get(key)
         if member is None or not member.translation.draft_tokens or not fits(member.mirror.contract):
             return
         mirror, tokens = member.mirror, member.translation.draft_tokens
@@ -212,22 +202,20 @@ class Translator:
 
     def on_delta(self, key: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Take the scheduler's new nodes, and send those that add tokens of the target up."""
-        member = self._sessions.get(key)
+        member = self.members.get(key)
         if member is None:
             return
-        before = {id(node) for node in _nodes_below(member.draft_tree.root)}
         try:
-            member.draft_tree.graft(SENDER, delta)
+            grafted = member.draft_tree.graft(SENDER, delta)
         except (DigestMismatch, InvalidRequest):
             # The last draft tokens have changed; the scheduler receives them after this pass.
             if exhausted:
                 self._send(key, member.mirror.announce(()), plan_version, exhausted)
             return
         added: list[Node] = []
-        for node in _nodes_below(member.draft_tree.root):
-            if id(node) not in before:
-                added += self._add_path(member, node, member.mirror.room - len(added))
-        self._nodes += len(added)
+        for node in filter(member.draft_tree.holds, grafted.added):
+            added += self._add_path(member, node, member.mirror.room - len(added))
+        self.nodes += len(added)
         if added or exhausted:
             self._send(key, member.mirror.announce(added), plan_version, exhausted)
 
@@ -267,11 +255,3 @@ def _draft_contract(contract: Contract) -> Contract:
         min_p=contract.min_p,
         rule="target-match",
     )
-
-
-def _nodes_below(root: Node) -> list[Node]:
-    """Return all nodes below the root, parents before children."""
-    found = list(root.children.values())
-    for node in found:
-        found.extend(node.children.values())
-    return found

@@ -36,6 +36,7 @@ def _as_list(value: Any) -> Any:
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
+LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]  # see outrider.core.proposers.lookup
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
 Backend = Literal["auto", "native", "transformers"]  # of models: see `ENGINES` in outrider.engine.loading
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
@@ -187,7 +188,7 @@ class VerifierConfig(WorkerConfig):
 
     dtype: WeightType = "bfloat16"  # a quantized target is another target
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
-    lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # drafts in the verifier itself
+    lookup: Literal[LookupMethod, "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
     heads: Path | None = None  # heads trained on the target, which draft from its hidden states
     features: Path | None = None  # EAGLE heads whose drafters receive the target's fused hidden states
@@ -202,7 +203,7 @@ class DrafterConfig(WorkerConfig):
     layers: int | None = Field(default=None, ge=1)  # run the first layers alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     heads: Path | None = None  # EAGLE heads on `model`, the target, of which only embedding and head are loaded
-    drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by the model, or by lookup in text
+    drafts: Literal["model", LookupMethod] = "model"  # by the model, or by lookup in text
     store: Path | None = None  # corpus made by `outrider index`, for drafting without a model
     target: Path | None = None  # target with another tokenizer: its checkpoint; drafts are translated by text
     any_target: bool = False  # draft also for other targets than the one that the model card names

@@ -29,7 +29,7 @@ from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.wire import inference
 from outrider.wire.tickets import TicketSigner
-from router.api.auth import ApiKeyAuthenticator, JudgedByKey, NoAuthentication
+from router.api.auth import ApiKeyAuthenticator, Authenticator, JudgedByKey
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.counters.request_metrics import RouterMetrics, mean
@@ -40,9 +40,9 @@ from router.requests.served_models import ServedModel, load_model
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
+from router.sessions.context import DecodeResources, RouterContext, SessionStore
 from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
 from router.sessions.sample_writer import SampleWriter
-from router.sessions.session_open import RouterContext
 from router.sessions.verifier_link import VerifierLinks
 
 REQUEST_MARGIN = 2**16  # bytes by which a message may be longer than `max_request_bytes`, to be refused by that name
@@ -86,34 +86,40 @@ async def _serve(
     background = BackgroundTasks()
     admission = Admission(config, worker_pool.capacity)
     router = RouterContext(
-        router_id=f"router-{secrets.token_hex(4)}",
-        config=config,
         models=models,
-        worker_pool=worker_pool,
-        verifier_links=VerifierLinks(worker_pool.channels.to, config.lease_s),
-        sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
-        session_events=SessionEvents(client),
-        background=background,
-        admission=admission,
-        tiers=TierSwitch(measured=config.tiers == "measured"),
-        ticket_signer=TicketSigner(clock.now),
-        clock=clock,
-        warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
-        sample_writer=SampleWriter(client, config.teaches),
-        storage=TenantStorage(
-            client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
-        ),
-        metrics=RouterMetrics(),
         adapters=AdapterDirectory(
             models, NamedAdapters(client), worker_pool, config.adapter_loaders, config.adapter_publishers
         ),
+        admission=admission,
+        store=SessionStore(
+            router_id=f"router-{secrets.token_hex(4)}",
+            sessions=Sessions(
+                client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s
+            ),
+            events=SessionEvents(client),
+            storage=TenantStorage(
+                client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
+            ),
+            clock=clock,
+        ),
+        decoding=DecodeResources(
+            config=config,
+            worker_pool=worker_pool,
+            verifier_links=VerifierLinks(worker_pool.channels.to, config.lease_s),
+            tiers=TierSwitch(measured=config.tiers == "measured"),
+            ticket_signer=TicketSigner(clock.now),
+            sample_writer=SampleWriter(client, config.teaches),
+            metrics=RouterMetrics(),
+            background=background,
+        ),
+        warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
     )
     service = GenerateServicer(router)
-    authenticator = ApiKeyAuthenticator(Keys(client, clock)) if config.auth == "keys" else NoAuthentication()
+    authenticator = ApiKeyAuthenticator(Keys(client, clock)) if config.auth == "keys" else Authenticator()
 
-    register_metric("outrider.requests.running", lambda: len(service.running))
+    register_metric("outrider.requests.running", lambda: len(service.calls.running))
     register_metric("outrider.queue.depth", admission.depths)
-    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
+    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.calls.running.values())]))
     register_metric("outrider.workers", worker_pool.counts)
     register_metric("outrider.clock.skew", clock.skew_s)
 
@@ -121,20 +127,20 @@ async def _serve(
         return [inference.register(service, server)]
 
     try:
-        public_key = router.ticket_signer.public_key
+        public_key = router.decoding.ticket_signer.public_key
         await clock.read(client)
         await list_key(client, public_key, clock.now())  # before the first ticket, for drafts from the first session on
-        trees = TreeView(service.steps.steps, lambda: tuple(service.running.values()))
-        shown = pages(router, lambda: tuple(service.running.values()), trees)
-        with exporting_telemetry("router", router.router_id, config.metrics, shown):
+        trees = TreeView(service.steps.steps, lambda: tuple(service.calls.running.values()))
+        shown = pages(router, lambda: tuple(service.calls.running.values()), trees)
+        with exporting_telemetry("router", router.store.router_id, config.metrics, shown):
             async with (
                 supervising() as tasks,
                 serving(
                     config.listen,
                     register,
                     drain_s=config.drain_s,
-                    begin_drain=service.begin_drain,
-                    drained=service.drained,
+                    begin_drain=service.calls.begin_drain,
+                    drained=service.calls.drained,
                     tls=tls,
                     mutual=False,
                     judge=JudgedByKey(authenticator, admission.rates),
@@ -149,18 +155,18 @@ async def _serve(
             ):
                 tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
                 tasks.keep_running("ticket key", partial(keep_key_listed, client, public_key, clock))
-                tasks.keep_running("storage", partial(keep_measured, router.storage))
-                tasks.keep_running("sweep", partial(sweep, router.sessions))
+                tasks.keep_running("storage", partial(keep_measured, router.store.storage))
+                tasks.keep_running("sweep", partial(sweep, router.store.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)
                 tasks.keep_running("session events", service.steps.run)
                 tasks.keep_running("tree view", trees.run)
-                tasks.keep_running("training samples", router.sample_writer.run)
+                tasks.keep_running("training samples", router.decoding.sample_writer.run)
                 announce(address)
                 await asyncio.Event().wait()
     finally:
         # The server forgets cancelled calls; their handlers may still be ending.
-        await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
+        await asyncio.gather(*(generation.ended.wait() for generation in service.calls.running.values()))
         await background.drain(_CLEAN_UP_S)
-        await router.verifier_links.close()
+        await router.decoding.verifier_links.close()
         await worker_pool.channels.close()
         await client.aclose()

@@ -106,10 +106,10 @@ class StepBatch:
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
     begun: bool = False  # the engine began it behind the pass before
     since_last: float = 0.0  # seconds from the commits of the step before to those of this one
-    tokens: int = field(init=False)  # rows of the pass
+    rows: int = field(init=False)  # of the pass
 
     def __post_init__(self) -> None:
-        self.tokens = sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
+        self.rows = sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
     @property
     def sessions(self) -> list[VerifierSession]:
@@ -119,7 +119,7 @@ class StepBatch:
     @property
     def figures(self) -> StepFigures:
         """What the spans of all sessions have in common."""
-        return StepFigures(self.began, self.seconds, self.waited, self.tokens, len(self.works), self.min_path_score)
+        return StepFigures(self.began, self.seconds, self.waited, self.rows, len(self.works), self.min_path_score)
 
 
 def kept_rows(
@@ -171,7 +171,7 @@ def step_report(
         plan_version=session.terms.plan.version,
         drafters=len(session.subscriptions),
         elapsed_us=int((now - session.terms.committed_at) * 1e6) if session.terms.committed_at else 0,
-        rows=step.tokens,
+        rows=step.rows,
         sessions=len(step.works),
         first_us=int(first * 1e6),
         level_us=int(level * 1e6),

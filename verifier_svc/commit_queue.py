@@ -33,7 +33,7 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
         self.failure: OutriderError | None = None  # why the generation cannot go on
-        self.on_change: Callable[[], None] = _nothing  # called when a commit, or the end, is put here
+        self.on_change: Callable[[], None] = lambda: None  # called when a commit, or the end, is put here
         self._window = window
 
     @property
@@ -52,7 +52,3 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
     def _put(self, item: StepCommit | None) -> None:
         super()._put(item)
         self.on_change()
-
-
-def _nothing() -> None:
-    pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,28 +22,17 @@ if TYPE_CHECKING:
     from outrider.engine.heads.fusing import Fusion
 
 
-class FeatureFuser(Protocol):
-    """Fuses and keeps the target's features for a step scheduler."""
+class FeatureFuser:
+    """Fuses and keeps the target's features for a step scheduler. This one keeps none."""
 
-    digest: bytes  # of the fusion; empty: nothing is fused
+    digest: bytes = b""  # of the fusion; empty: nothing is fused
 
     def open(self, kv_slot: AcquiredSlot, executor: Executor) -> FusedFeatures | None:
         """Return the features of a session that begins in a slot; None: none are kept."""
-
-    async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        """Keep the features of the rows that the step commits. Called after the pass and before the commit."""
-
-
-class NoFeatureFuser(FeatureFuser):
-    """Keeps no features."""
-
-    digest = b""
-
-    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> FusedFeatures | None:
         return None
 
     async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        pass
+        """Keep the features of the rows that the step commits. Called after the pass and before the commit."""
 
 
 class SessionFeatures(FusedFeatures):

@@ -1,8 +1,11 @@
-"""Counters and histograms of a verifier's steps."""
+"""Figures of a verifier's steps: counters and histograms, and where the time of the latest ones went."""
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
+from statistics import median
+from typing import NamedTuple
 
 from outrider.core.control.depth.depth_stats import Depths
 from outrider.core.session.contract import Adapter, StepReport
@@ -10,6 +13,7 @@ from outrider.telemetry.metrics import by_position, histogram, register_metric
 
 MAX_ADAPTERS = 256  # labels; further adapters share one
 OTHERS = "others"
+REMEMBERED = 32  # steps whose times are kept
 
 
 class StepMetrics:
@@ -56,3 +60,29 @@ class StepMetrics:
     def by_adapter(self, name: str) -> dict[str, float]:
         """Return steps, verified or accepted nodes, as `name` says, by adapter."""
         return {adapter: float(getattr(depths, name)) for adapter, depths in tuple(self._adapted.items())}
+
+
+class StepTime(NamedTuple):
+    """One step, in seconds: from the end of the previous pass to the end of the step's own."""
+
+    rows: float  # of the pass
+    forward: float  # the pass
+    waited: float  # the step was held back on purpose
+    overhead: float  # neither: the walk, the commit, the choice of work, and the rest of the event loop's work
+
+
+class StepTimes:
+    """The latest steps that followed another without the scheduler being idle in between."""
+
+    def __init__(self) -> None:
+        self._latest: deque[StepTime] = deque(maxlen=REMEMBERED)
+
+    def add(self, time: StepTime) -> None:
+        """Add a step."""
+        self._latest.append(time)
+
+    def medians(self) -> StepTime:
+        """Return the median of each figure by itself; zeros before the first step."""
+        if not self._latest:
+            return StepTime(0.0, 0.0, 0.0, 0.0)
+        return StepTime(*map(median, zip(*self._latest, strict=True)))

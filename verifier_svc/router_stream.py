@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from outrider.core.session.contract import Plan
+from outrider.core.session.contract import FinishReason, Plan
 from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.status import error_to_pb
@@ -23,7 +23,7 @@ from outrider.telemetry.logs import session_context
 from outrider.telemetry.tracing import Attributes
 from outrider.wire import verifier as wire
 from outrider.wire.message_bounds import MAX_TOGETHER
-from outrider.wire.types import plan_from_pb, report_to_pb
+from outrider.wire.types import plan_from_pb, reason_to_pb, report_to_pb
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.open_sessions import SHUTTING_DOWN
 from verifier_svc.scheduler import StepScheduler
@@ -246,8 +246,8 @@ class _Generation:
             size += _add(message, self.handle, session.epoch, commit)
             if commit.last:
                 stopped = session.tokens[-1] in session.contract.stop_ids
-                reason = wire.FINISH_REASON_STOP if stopped else wire.FINISH_REASON_LENGTH
-                message.ended.add(handle=self.handle, reason=reason)
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                message.ended.add(handle=self.handle, reason=reason_to_pb(reason))
                 self.over.set()
                 break
         return size

@@ -29,15 +29,15 @@ from outrider.engine.interface.logits import Logits
 from outrider.rpc.liveness import WorkClock
 from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_masks, make_noise, step_report, until_stop
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
+from verifier_svc.feature_store import FeatureFuser
 from verifier_svc.open_sessions import OpenSessions
-from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer
+from verifier_svc.proposers.head_proposer import HeadProposer
 from verifier_svc.proposers.lookahead import advance, settle
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.session import PrefillSession, VerifierSession
-from verifier_svc.step_broadcast import step_tree
 from verifier_svc.steps.step_choice import StepChoice
 from verifier_svc.steps.step_learning import SessionCommit, StepLearning
+from verifier_svc.tracing import step_tree
 
 ID_CHARACTERS = 8  # of sessions that estimates() names
 MAX_LISTED = 200
@@ -71,8 +71,8 @@ class StepScheduler:
         self._publish = publish
         self._pause = pause
         self._ngram_proposers = ngram_proposers or NgramProposers()
-        self._head_proposer = head_proposer or NoHeadProposer()
-        self._feature_fuser = feature_fuser or NoFeatureFuser()
+        self._head_proposer = head_proposer or HeadProposer()
+        self._feature_fuser = feature_fuser or FeatureFuser()
         self._executor = Executor(engine)
         self._changed = asyncio.Event()
         proposers = self._ngram_proposers, self._head_proposer, self._feature_fuser
@@ -86,7 +86,7 @@ class StepScheduler:
     def estimates(self) -> dict[str, Any]:
         """Return what steps are decided from. May be called in another thread."""
         return {
-            "pass": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.learning.cost.points()],
+            "pass": [{"rows": rows, "seconds": seconds} for rows, seconds in self.learning.cost.points()],
             "steering": self.learning.steering.estimates(),
             "arrivals": self.learning.hold_policy.estimates(),
             "ngram_proposers": self._ngram_proposers.estimates(),

@@ -41,13 +41,13 @@ from outrider.telemetry.process import exporting_telemetry
 from outrider.upstream_server.servicer import UpstreamServicer
 from outrider.upstream_server.ticket_verifier import TicketVerifier
 from outrider.wire import verifier
-from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
-from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
+from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser
+from verifier_svc.proposers.head_proposer import HeadProposer, SpeculatorProposer
 from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.servicer import VerifierServicer
 
-SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # sizes of the passes whose cost is measured at start, in tokens
+SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of the passes whose cost is measured at start
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def make_head_proposer(config: VerifierConfig, engine: Engine) -> HeadProposer:
     target.
     """
     if config.heads is None or engine.features is None:
-        return NoHeadProposer()
+        return HeadProposer()
     with requires_torch("heads"):
         from outrider.engine.heads.loading import load_speculator
     speculator = engine.speculator or load_speculator(
@@ -185,7 +185,7 @@ def make_head_proposer(config: VerifierConfig, engine: Engine) -> HeadProposer:
 def make_feature_fuser(config: VerifierConfig, engine: Engine) -> FeatureFuser:
     """Return the fuser of features for drafters that request them. Raises as `make_head_proposer`."""
     if config.features is None or engine.features is None:
-        return NoFeatureFuser()
+        return FeatureFuser()
     with requires_torch("features"):
         from outrider.engine.heads.fusing import load_fusion
     folders = checkpoint_folder(config.features), checkpoint_folder(config.model)
@@ -227,7 +227,7 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
     engine = lead(load_part(config, group), group)
     if engine.treeless:
         log.warning("%s is served without speculation: %s", config.model, engine.treeless)
-    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    sweep = [rows for rows in SWEEP if rows <= max(2, config.max_nodes)]
     return engine, CostModel(engine.measure_costs(sweep))
 
 

@@ -238,15 +238,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         if extend(known.digest, tokens[known.length :]) != start.digest:
             raise InvalidRequest("digest", "does not fit the tokens")
         return SessionStart(
-            start.session_id,
-            start.tenant,
-            start.epoch,
-            tokens,
-            start.answer_position,
-            contract,
-            plan_from_pb(start.plan),
-            start.window,
-            known,
+            session_id=start.session_id,
+            tenant=start.tenant,
+            epoch=start.epoch,
+            tokens=tokens,
+            answer_position=start.answer_position,
+            contract=contract,
+            plan=plan_from_pb(start.plan),
+            window=start.window,
+            known=known,
         )
 
 

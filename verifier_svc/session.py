@@ -255,7 +255,7 @@ class VerifierSession(UpstreamSession):
     def contributions(self, nodes: Sequence[Node], path: set[Node]) -> tuple[DrafterContribution, ...]:
         """Return what each drafter gave to a step that verified `nodes` and accepts `path`; empty for one drafter."""
         drafters = {stream.drafter_id: part.sender for stream, part in self.subscriptions.items()}
-        drafters |= self._origins
+        drafters |= self.origins
         if len(drafters) < 2:
             return ()
         sent = Counter(sender for node in nodes for sender in self.tree.ids.origins(node))

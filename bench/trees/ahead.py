@@ -80,9 +80,14 @@ class AheadTree:
         self._re_read()
 
     @property
+    def _length(self) -> int:
+        """Committed tokens."""
+        return self.tree.root.position + 1
+
+    @property
     def left(self) -> int:
         """Tokens of the text after the root."""
-        return len(self._text.tokens) - self.tree.length
+        return len(self._text.tokens) - self._length
 
     def verified(self) -> list[Node]:
         """Return the nodes that a pass verifies now."""
@@ -106,7 +111,7 @@ class AheadTree:
         whether the new root is expanded.
         """
         accepted = sum(node in set(verified) for node in self._target_path())
-        self.tree.commit(self._text.tokens[self.tree.length : self.tree.length + accepted + 1])
+        self.tree.commit(self._text.tokens[self._length : self._length + accepted + 1])
         self._re_read()
         self._scored = {node: scored for node, scored in self._scored.items() if self.tree.holds(node)}
         for node in self._scored:
@@ -127,7 +132,7 @@ class AheadTree:
     def _target_path(self) -> Iterator[Node]:
         """Yield the nodes below the root that the target's text goes through."""
         node = self.tree.root
-        for token in self._text.tokens[self.tree.length :]:
+        for token in self._text.tokens[self._length :]:
             if token not in node.children:
                 return
             node = node.children[token]
@@ -138,7 +143,7 @@ class AheadTree:
         mark_sent(self.tree, propose(self.tree, node, scored, self._floor))
 
     def _re_read(self) -> None:
-        before = self._text.tokens[: self.tree.length]
+        before = self._text.tokens[: self._length]
         self._rows.read(before)
         self._rows.root(len(before) - 1)
         sampler = Sampler(self._contract, self._rows.vocabulary, before, self._text.prompt)

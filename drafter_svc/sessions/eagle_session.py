@@ -20,7 +20,7 @@ class _Recomputed(DrafterSession):
 
     def commit(self, tokens: Sequence[int]) -> KvMove | None:
         """Follows the commit. Return no rows to move."""
-        for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
+        for node in self.tree.root.subtree():
             node.expanded = False
         return super().commit(tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
@@ -17,13 +17,20 @@ MAX_QUEUED = 1024  # messages of a session that may be queued; about a hundred c
 class Inbox(deque[MirrorSnapshot | MirrorUpdate | Hints]):
     """A bounded queue of the messages of one session's upstream while the drafter is busy, in order."""
 
-    def add(self, message: MirrorSnapshot | MirrorUpdate | Hints) -> bool:
-        """Queue a message. Return False, and empty the queue, if it is full: the session needs a snapshot."""
+    def __init__(self, wake: Callable[[], object], resync: Callable[[], object]) -> None:
+        """`wake`: called when a message is queued; `resync`: requests a snapshot."""
+        super().__init__()
+        self._wake = wake
+        self._resync = resync
+
+    def put(self, message: MirrorSnapshot | MirrorUpdate | Hints) -> None:
+        """Queue a message. Empty the queue and request a snapshot instead if it is full."""
         if len(self) >= MAX_QUEUED:
             self.clear()
-            return False
-        self.append(message)
-        return True
+            self._resync()
+        else:
+            self.append(message)
+            self._wake()
 
 
 class Mirror:

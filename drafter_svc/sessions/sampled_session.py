@@ -20,8 +20,8 @@ from outrider.engine.interface.logits import LogitsRow
 
 
 class SampledSession(DrafterSession):
-    """Draws level by level; a level is sent complete. No drawn node decides what is drawn or sent beside it, and none
-    survives a commit: both would bias the text (docs/protocol.md, section 12).
+    """Draws level by level; a level takes a pass, and is sent complete. No drawn node decides what is drawn or sent
+    beside it, and none survives a commit: both would bias the text (docs/protocol.md, section 12).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SampledSession(DrafterSession):
     def drop_kv(self) -> bool:
         """Drop all KV and wait for the next commit: drawn nodes stay, and nothing may be drawn beside them."""
         super().drop_kv()
-        for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
+        for node in self.tree.root.subtree():
             node.expanded = False
         self._shapes = dict.fromkeys([self.tree.root, *self._shapes], ())
         return True
@@ -88,14 +88,6 @@ class SampledSession(DrafterSession):
                 self._shapes[child] = shape
                 added.append(child)
         return self.announce(added)
-
-    def refill(self, fits: DrafterFits) -> Delta:
-        """Return an empty delta: new draws take a pass."""
-        return self.announce(())
-
-    def flush(self, fits: DrafterFits) -> Delta:
-        """Return an empty delta: each level was sent complete."""
-        return self.announce(())
 
     def learn(self, fits: DrafterFits) -> None:
         """Learns the acceptance rate of each rank."""

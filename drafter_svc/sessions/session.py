@@ -155,13 +155,13 @@ class DrafterSession(Mirror, ABC):
     def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
         """Scores nodes that a lower tier has drafted by this model, if their parents' rows are known."""
 
-    @abstractmethod
     def refill(self, fits: DrafterFits) -> Delta:
         """Return nodes that can be proposed without a pass, after a commit or new terms."""
+        return self.announce(())
 
-    @abstractmethod
     def flush(self, fits: DrafterFits) -> Delta:
         """Return the nodes that were held back, because no more passes are run before the next commit."""
+        return self.announce(())
 
     @abstractmethod
     def learn(self, fits: DrafterFits) -> None:

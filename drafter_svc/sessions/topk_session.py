@@ -192,7 +192,7 @@ class TopKSession(DrafterSession):
         """Remove dropped nodes, and the rows of nodes that have gone."""
         names = super().remove_dropped(identities)
         if identities:
-            self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
+            self._keep_rows({*self.tree.root.subtree()})
         return names
 
     @property

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +13,12 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from drafter_svc.tracing import TracedDrafts
+from drafter_svc.upstreams.outgoing import OutgoingFrames
 from drafter_svc.upstreams.refusals import FEATURES_REFUSED, Refusals
 from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, Hints
-from outrider.errors import OutriderError, Overloaded
+from outrider.errors import OutriderError
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.lifecycle import task_group
@@ -33,19 +34,15 @@ from outrider.wire.drafter import (
     hints_from_pb,
     update_from_pb,
 )
-from outrider.wire.message_bounds import LONG, MAX_TOGETHER, decode
+from outrider.wire.message_bounds import LONG, decode
 
 log = logging.getLogger(__name__)
 
-OUTGOING_FRAMES = 4096  # most frames that may be queued; an upstream that reads needs a handful
-BATCH_BYTES = 2**20  # of deltas in one message, from which on the rest waits for the next
-LINGER_S = 0.002  # longest wait of a delta for those of the next levels, where these take less: a message costs as much
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
 
 _DRAFT = "/outrider.v1.TreeSink/Draft"
-
 
 DraftCall = grpc.aio.StreamStreamCall[wire.DraftUp, wire.DraftDown]
 
@@ -71,19 +68,6 @@ class Listener(Protocol):
         """Seconds until the next delta of a session that is not exhausted, on average; 0: not known."""
 
 
-class DraftTracer(Protocol):
-    """Make the trace spans of a session's drafts."""
-
-    def start_draft(self) -> None:
-        """Start the time of the next draft: the upstream has sent something."""
-
-    def trace_delta(self, delta: Delta, *, exhausted: bool) -> Delta:
-        """Make a delta's span, and return the delta with the span's id."""
-
-    def end(self) -> None:
-        """End the session's span."""
-
-
 @dataclass(eq=False, slots=True)
 class Attachment:
     """One session that is drafted for one upstream."""
@@ -94,7 +78,7 @@ class Attachment:
     ticket: bytes
     number: int = 0  # of the last subscription
     parts: PartialSnapshot = field(default_factory=PartialSnapshot)
-    traced: DraftTracer | None = None  # set if the request is traced
+    traced: TracedDrafts | None = None  # set if the request is traced
     renewals: int = 0  # since `renewed_s`
     renewed_s: float = 0.0  # of the monotonic clock
 
@@ -128,15 +112,10 @@ class Upstream:
         self._tls = tls
         self._features = wanted
         self._reason_logged = False  # whether it was logged that no session can be drafted for
-        self._outgoing: deque[wire.DraftUp | wire.TreeDelta] = deque()
-        self._queued = asyncio.Event()  # set when a frame is queued
-        self._urgent = asyncio.Event()  # set when one is queued that does not wait for others
-        self._batches = False  # whether the upstream takes several deltas in one message
-        self._overrun = asyncio.Event()  # set when more frames were to be sent than may be queued
+        self._outgoing = OutgoingFrames(lambda: listener.level_s, lambda: listener.progress.heartbeat())
         self._numbered: dict[int, Attachment] = {}  # by the number of the subscription
         self._numbers = 0
         self._idle_since = time.monotonic()
-        self._open = False
         self._wanted = asyncio.Event()  # set while there are attachments
         self._task = asyncio.create_task(keep_running("upstream", self._run))
 
@@ -149,7 +128,7 @@ class Upstream:
         """Start drafting for a session."""
         self.attachments[attachment.session_id] = attachment
         self._wanted.set()
-        if self._open:
+        if self._outgoing.open:
             self._subscribe(attachment)
 
     def resubscribe(self, attachment: Attachment, reason: str) -> None:
@@ -173,7 +152,7 @@ class Upstream:
         """Stop drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
             self._drop(attachment)
-            self._queue(wire.DraftUp(unsubscribe=wire.Unsubscribe(attachment=attachment.number)))
+            self._outgoing.put(wire.DraftUp(unsubscribe=wire.Unsubscribe(attachment=attachment.number)))
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Send new nodes. The upstream's credit bounds what may be queued here."""
@@ -181,7 +160,7 @@ class Upstream:
             delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
         number, epoch = attachment.number, attachment.epoch
         frame = delta_to_pb(delta, attachment=number, epoch=epoch, plan_version=plan_version, exhausted=exhausted)
-        self._queue(frame)
+        self._outgoing.put(frame)
 
     async def close(self) -> None:
         """End the stream."""
@@ -198,23 +177,6 @@ class Upstream:
             self._idle_since = time.monotonic()
             self._wanted.clear()
 
-    def _queue(self, frame: wire.DraftUp | wire.TreeDelta) -> None:
-        if not self._open:
-            return
-        if len(self._outgoing) < OUTGOING_FRAMES:
-            self._outgoing.append(frame)
-            self._queued.set()
-            if not self._followed(frame):
-                self._urgent.set()
-        else:
-            self._open = False  # no frame may be left out, so the stream must restart
-            self._overrun.set()
-
-    def _followed(self, frame: wire.DraftUp | wire.TreeDelta) -> bool:
-        """Return whether another delta will be there at once, for the same message."""
-        more = self._batches and isinstance(frame, wire.TreeDelta) and not frame.exhausted
-        return more and 0.0 < self._listener.level_s < LINGER_S
-
     def _subscribe(self, attachment: Attachment) -> None:
         self._numbered.pop(attachment.number, None)
         self._numbers += 1
@@ -228,7 +190,7 @@ class Upstream:
             ticket=attachment.ticket,
             features=self._features.digest,
         )
-        self._queue(wire.DraftUp(subscribe=subscribe))
+        self._outgoing.put(wire.DraftUp(subscribe=subscribe))
 
     async def _run(self) -> None:
         reachable = True
@@ -246,23 +208,20 @@ class Upstream:
                         log.warning("upstream %s: %s", self.address, known)
                     reachable = False
                 finally:
-                    self._open = False
+                    self._outgoing.open = False
                     for attachment in self.attachments.values():
                         self._listener.closed(attachment)
                 await asyncio.sleep(RETRY_S)
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
-        self._outgoing.clear()
-        self._overrun.clear()
-        self._open, self._batches = True, False
-        self._queue(wire.DraftUp(hello=self._hello))
+        self._outgoing.begin(self._hello)
         for attachment in self.attachments.values():
             self._subscribe(attachment)
         decoded = partial(decode, wire.DraftDown, LONG)
         call = channel.stream_stream(_DRAFT, wire.DraftUp.SerializeToString, decoded)(None)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end
-                parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
+                parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._outgoing.overrun())]
                 async for frame in liveness.monitored(self._frames(call), f"upstream {self.address}"):
                     self._receive(frame)
                 for task in parallel:
@@ -277,47 +236,10 @@ class Upstream:
                 self._count_refusal()
             yield frame
 
-    async def _end_when_overrun(self) -> None:
-        await self._overrun.wait()
-        raise Overloaded(f"does not read what it is sent; more than {OUTGOING_FRAMES} frames wait")
-
     async def _write(self, call: DraftCall) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
             while True:
-                await call.write(await self._next())
-
-    async def _next(self) -> wire.DraftUp:
-        """Return the next message: a frame, deltas that are queued one after the other, or a heartbeat when nothing is
-        queued in time."""
-        if not self._outgoing:
-            self._queued.clear()
-            self._urgent.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(liveness.HEARTBEAT_S):
-                    await self._queued.wait()
-            if self._outgoing and not self._urgent.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER_S):
-                        await self._urgent.wait()
-        deltas: list[wire.TreeDelta] = []
-        size = 0
-        limit = MAX_TOGETHER if self._batches else 1
-        while self._outgoing and size <= BATCH_BYTES and len(deltas) < limit:
-            frame = self._outgoing[0]
-            if isinstance(frame, wire.TreeDelta):
-                deltas.append(frame)
-                size += frame.ByteSize()
-                self._outgoing.popleft()
-            elif deltas:
-                break
-            else:
-                self._outgoing.popleft()
-                return frame
-        if len(deltas) > 1:
-            return wire.DraftUp(deltas=deltas)
-        if deltas:
-            return wire.DraftUp(delta=deltas[0])
-        return wire.DraftUp(heartbeat=self._listener.progress.heartbeat())
+                await call.write(await self._outgoing.next())
 
     def _receive(self, frame: wire.DraftDown) -> None:
         for commit in frame.commits:
@@ -326,7 +248,7 @@ class Upstream:
         if kind == "heartbeat":
             liveness.check_heartbeat(frame.heartbeat, f"upstream {self.address}")
         elif kind == "welcome":
-            self._batches = frame.welcome.batches
+            self._outgoing.batches = frame.welcome.batches
             self.refusals.welcomed()
         elif kind in ("snapshot", "commit", "closed", "hints"):
             self._receive_for_session(kind, getattr(frame, kind))

@@ -8,22 +8,23 @@
 
 from outrider.client._async import AsyncClient
 from outrider.client._connection import ConnectionOptions
-from outrider.client._logprobs import LogprobRows, TokenLogprobs
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
     Chunk,
-    FinishReason,
     Generation,
+    LogprobRows,
     Model,
     ModelAdapter,
     Session,
     StepNode,
     StepTree,
+    TokenLogprobs,
     ToolCall,
     Usage,
 )
 from outrider.client._wire import Options
+from outrider.core.session.contract import FinishReason
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus
 
 __all__ = [

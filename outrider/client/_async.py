@@ -9,11 +9,10 @@ from contextlib import aclosing
 from typing import Self, Unpack
 
 from outrider.client import _wire
-from outrider.client._access import Access, key_metadata
-from outrider.client._connection import ConnectionOptions, resolve
+from outrider.client._connection import Access, ConnectionOptions, key_metadata, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
-from outrider.client._tools import terms_of
+from outrider.client._terms import terms_of
 from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
@@ -103,7 +102,7 @@ class AsyncClient:
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Return the answer as a stream. The call starts when the first chunk is awaited."""
+        """Return the answer as a stream. The call starts when the first chunk is requested."""
         request = _wire.request_to_pb(prompt, **options)
         return AsyncStream(self._router, request, timeout, options.get("schema"), terms_of(options))
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
@@ -23,17 +23,6 @@ MAX_HELD = 8  # events on a call itself that wait here; gRPC's flow control hold
 Failure = Callable[[grpc.aio.AioRpcError], OutriderError]
 
 
-class GeneratingCall(Protocol):
-    """A running Generate or Resume."""
-
-    async def next(self) -> wire.GenerateResponse | None:
-        """Return the next event; None when the call has ended behind its last event. Raises OutriderError, and
-        CancelledError after `cancel`."""
-
-    def cancel(self) -> None:
-        """Break the call off."""
-
-
 class PlainCall:
     """A call that brings its events by itself."""
 
@@ -43,7 +32,8 @@ class PlainCall:
         self._failure = failure
 
     async def next(self) -> wire.GenerateResponse | None:
-        """As of `GeneratingCall`."""
+        """Return the next event; None when the call has ended behind its last event. Raises OutriderError, and
+        CancelledError after `cancel`."""
         try:
             event: wire.GenerateResponse | None = await anext(self._events, None)
         except grpc.aio.AioRpcError as error:
@@ -51,7 +41,7 @@ class PlainCall:
         return event
 
     def cancel(self) -> None:
-        """As of `GeneratingCall`."""
+        """Break the call off."""
         self._call.cancel()
 
 
@@ -75,7 +65,7 @@ class RoutedCall:
         self._reading = asyncio.create_task(self._read())
 
     async def next(self) -> wire.GenerateResponse | None:
-        """As of `GeneratingCall`."""
+        """As of `PlainCall`."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -89,7 +79,7 @@ class RoutedCall:
         return event
 
     def cancel(self) -> None:
-        """As of `GeneratingCall`."""
+        """As of `PlainCall`."""
         self.fail(asyncio.CancelledError())
 
     def receive(self, event: wire.GenerateResponse) -> None:
@@ -147,6 +137,9 @@ class RoutedCall:
                 await self._changed.wait()
         except TimeoutError:
             self.fail(Unavailable("the router ended the call, and its last events did not come"))
+
+
+GeneratingCall = PlainCall | RoutedCall  # a running Generate or Resume
 
 
 class AnswerStream:

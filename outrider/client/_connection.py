@@ -1,4 +1,5 @@
-"""The settings of a client's connection: from its arguments, else from the environment, else from a profile."""
+"""The settings of a client's connection, from its arguments, else from the environment, else from a profile; and the
+credentials that follow from them: an API key, and TLS to the router."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Self, TypedDict
 
 from outrider.client._profiles import ConnectionSettings, profile_of
 from outrider.errors import ConfigError
+from outrider.rpc.tls import Tls, is_loopback
+
+Metadata = tuple[tuple[str, str], ...]  # of a call
 
 ROUTER = "127.0.0.1:7070"
 VARIABLES = tuple(f"OUTRIDER_{name}" for name in ("ROUTER", "API_KEY", "API_KEY_FILE", "CA", "SERVER_NAME"))
@@ -40,6 +44,31 @@ class Connection:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"address: is {self.address!r}, must be HOST:PORT, for example {ROUTER}")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The credentials of a connection: everything that it needs beside its address."""
+
+    tls: Tls | None = None
+    server_name: str = ""  # name that the router's certificate must have; empty: the host of the address
+    metadata: Metadata = field(default=(), repr=False)  # of every call
+
+    @classmethod
+    def of(cls, connection: Connection) -> Self:
+        """Return the credentials of a connection. Raises ConfigError for a key that is invalid or would not be safe."""
+        key, use_tls = connection.api_key, connection.tls or connection.ca is not None
+        metadata = key_metadata(key)
+        if not use_tls and connection.tls is None and key and not _is_local(connection.address):
+            raise ConfigError(
+                "api_key: would cross the network for anybody to read; give `ca` (or set OUTRIDER_CA), tls=True for a "
+                "certificate that the web knows, or tls=False if the way there is safe"
+            )
+        return cls(
+            Tls.client(connection.ca) if use_tls else None,
+            connection.server_name,
+            metadata,
+        )
 
 
 def resolve(
@@ -100,3 +129,16 @@ def _trust(sources: Sequence[ConnectionSettings]) -> tuple[Path | None, bool | N
             later = sources[sources.index(source) + 1 :]
             return next((other.ca for other in later if other.ca is not None), None), True
     return None, None
+
+
+def key_metadata(key: str) -> Metadata:
+    """Return the metadata that carries an API key; empty without one. Raises ConfigError for what cannot be a key."""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("api_key: must be the text that `outrider keys add` printed, and nothing else")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def _is_local(address: str) -> bool:
+    """Return whether the address, or each of several in it, is a loopback address."""
+    listed = address.removeprefix("ipv4:").removeprefix("ipv6:").split(",")
+    return all(is_loopback(one.rpartition(":")[0]) for one in listed)

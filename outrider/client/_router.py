@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.client._access import Access, Metadata
 from outrider.client._calls import AnswerStream, GeneratingCall, PlainCall, RoutedCall
+from outrider.client._connection import Access, Metadata
 from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error, is_from_outrider

@@ -12,11 +12,11 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from outrider.client import _wire
 from outrider.client._calls import GeneratingCall
-from outrider.client._logprobs import LogprobRows
+from outrider.client._received import GenerationRequest, ReceivedAnswer
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
-from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
-from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
+from outrider.core.answers.answer_reader import ANY_TERMS, AnswerReader, AnswerTerms
+from outrider.errors import Cancelled, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.backoff import pause_s
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
 from outrider.wire import inference as wire
@@ -39,17 +39,15 @@ class AsyncStream:
     def __init__(
         self,
         router: Router,
-        request: wire.GenerateRequest | wire.ResumeRequest,
+        request: GenerationRequest,
         timeout: float | None,
         schema: Any = None,
         terms: AnswerTerms = ANY_TERMS,
     ) -> None:
         """`schema` and `terms` are the request's, for its result."""
         check_timeout(timeout)
-        self._schema = schema
-        self._terms = terms
         self._router = router
-        self._request = request
+        self._answer = ReceivedAnswer(request, schema, terms)
         self._timeout = timeout
         self._span: Span = INVALID_SPAN  # around all calls of the stream
         self._give_up: float | None = None  # when the timeout passes, by the monotonic clock
@@ -60,10 +58,7 @@ class AsyncStream:
         self._resumes = 0
         self._call: GeneratingCall | None = None  # the running one
         self._waiting: GeneratingCall | asyncio.Task[None] | None = None
-        self._started: wire.Started | None = None
         self.keeps_answer = True  # set to False before the stream begins: its result has no text, tokens and the like
-        self._chunks: list[Chunk] = []
-        self._next: tuple[int, int] | None = None  # position and text offset after the last chunk
         self._result: Generation | None = None
         self._over = False  # nothing is left to cancel
         self._end_reason = ""  # set when this client ended the stream
@@ -71,27 +66,23 @@ class AsyncStream:
 
     def with_choice(self, choice: int) -> AsyncStream:
         """Return the stream of another choice of a request that has not begun, under an idempotency key of its own."""
-        assert isinstance(self._request, wire.GenerateRequest)
+        assert isinstance(self._answer.request, wire.GenerateRequest)
         request = wire.GenerateRequest()
-        request.CopyFrom(self._request)
+        request.CopyFrom(self._answer.request)
         request.sampling.choice, request.idempotency_key = choice, _wire.random_key()
-        stream = AsyncStream(self._router, request, self._timeout, self._schema, self._terms)
+        stream = AsyncStream(self._router, request, self._timeout, self._answer.schema, self._answer.terms)
         stream.keeps_answer = self.keeps_answer
         return stream
 
     @property
     def session_id(self) -> str:
         """The session's id once the first chunk has arrived; empty before."""
-        return self._started.session_id if self._started else ""
+        return self._answer.started.session_id if self._answer.started else ""
 
     def reader(self) -> AnswerReader:
         """Return what divides the chunks' texts into content, reasoning and calls of tools, once the first chunk has
         arrived."""
-        return AnswerReader(self._form, self._terms)
-
-    @property
-    def _form(self) -> ModelForm:
-        return ModelForm(self._started.tool_format, self._started.reasoning) if self._started else PLAIN_FORM
+        return AnswerReader(self._answer.form, self._answer.terms)
 
     @property
     def result(self) -> Generation:
@@ -161,16 +152,12 @@ class AsyncStream:
             raise Unavailable("the router ended the stream without a result")
         match event.WhichOneof("event"):
             case "started":
-                self._started = self._started or event.started
+                self._answer.started = self._answer.started or event.started
             case "chunk":
                 self._calls = self._moves = 0
-                chunk = self._next_chunk(event.chunk)
-                self._next = chunk.next_position, chunk.text_offset
-                if self.keeps_answer:
-                    self._chunks.append(chunk)
-                return chunk
+                return self._answer.add(event.chunk, keep=self.keeps_answer)
             case "finished":
-                self._result = self._finish(event.finished)
+                self._result = self._answer.result(event.finished, self._resumes)
                 self._annotate_span(self._result)
                 self._settle()
                 with suppress(OutriderError):
@@ -180,37 +167,11 @@ class AsyncStream:
         return None
 
     def _begin_call(self) -> GeneratingCall:
-        """Make a call that continues where the last one ended; before the first event, repeat the original request."""
-        request = self._request  # its idempotency key prevents a second generation
-        if self._started is not None:
-            position, offset = self._resume_point()
-            request = wire.ResumeRequest(
-                session_id=self._started.session_id,
-                generation=self._started.generation,
-                next_position=position,
-                text_offset=offset,
-            )
+        """Make a call that continues where the last one ended."""
         self._calls += 1
         left = self._left()
-        return self._router.generate(request, None if left is None else max(left, 0.0), trace_metadata(self._span))
-
-    def _resume_point(self) -> tuple[int, int]:
-        """Return the next position and text offset after the last chunk; before the first chunk, the request's."""
-        if self._next is not None:
-            return self._next
-        if isinstance(self._request, wire.ResumeRequest):
-            return self._request.next_position, self._request.text_offset
-        return 0, 0
-
-    def _next_chunk(self, message: wire.Chunk) -> Chunk:
-        if self._started is None:
-            raise InternalError("the router's stream did not begin with Started")
-        chunk = _wire.chunk_from_pb(message)
-        position, offset = self._resume_point()
-        position = max(position, self._started.prompt_tokens)
-        if (chunk.next_position - len(chunk.token_ids), chunk.text_offset - len(chunk.text)) != (position, offset):
-            raise InternalError(f"the router's chunk does not continue position {position}, text offset {offset}")
-        return chunk
+        timeout = None if left is None else max(left, 0.0)
+        return self._router.generate(self._answer.next_request(), timeout, trace_metadata(self._span))
 
     async def _pause(self, error: Unavailable | Overloaded) -> None:
         """Wait before the next call. Raises the error if another call cannot help or would come after the timeout."""
@@ -218,7 +179,7 @@ class AsyncStream:
         if self._end_reason:
             raise Cancelled(self._end_reason)
         if isinstance(error, Overloaded):
-            has_retries = self._started is not None or self._refusals < self._router.retries
+            has_retries = self._answer.started is not None or self._refusals < self._router.retries
             retry = has_retries and error.retry_after <= LONGEST_WAIT_S
             pause = error.retry_after
             self._refusals += 1
@@ -228,13 +189,13 @@ class AsyncStream:
             self._moves += 1
             self._calls -= 1
         else:
-            retry = self._started is not None or self._router.was_reached
+            retry = self._answer.started is not None or self._router.was_reached
             pause = pause_s(self._calls, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         pause = jittered(pause)
         left = self._left()
         if not retry or self._calls >= MAX_FAILURES or (left is not None and left <= pause):
             raise error
-        self._resumes += self._started is not None or not isinstance(error, Overloaded)
+        self._resumes += self._answer.started is not None or not isinstance(error, Overloaded)
         self._span.add_event("resume", {"error.type": type(error).__name__, "outrider.pause": pause})
         self._waiting = asyncio.create_task(asyncio.sleep(pause))
         await self._waiting
@@ -254,7 +215,7 @@ class AsyncStream:
 
     async def _cancel_on_server(self) -> None:
         """Cancel the generation on the router. A call that only breaks off would stay resumable for a while."""
-        session_id = self.session_id or self._request.session_id
+        session_id = self.session_id or self._answer.request.session_id
         try:
             if self._waiting is not None and session_id:
                 with suppress(OutriderError, RuntimeError):  # RuntimeError: the client is closed
@@ -280,27 +241,3 @@ class AsyncStream:
                     "outrider.resumes": result.resumes,
                 }
             )
-
-    def _finish(self, message: wire.Finished) -> Generation:
-        if self._started is None:
-            raise InternalError("the router's stream did not begin with Started")
-        return Generation(
-            text="".join(chunk.text for chunk in self._chunks),
-            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
-            gaps=tuple(gap for chunk in self._chunks for gap in chunk.gaps),
-            finish_reason=_wire.reason_from_pb(message.reason),
-            seed=self._started.seed,
-            model=self._started.model,
-            session_id=self._started.session_id,
-            usage=_wire.usage_from_pb(message.usage),
-            logprobs=LogprobRows(row for chunk in self._chunks for row in chunk.logprobs.rows),
-            generation=self._started.generation,
-            cached_tokens=self._started.cached_tokens,
-            forked_from=self._started.forked_from,
-            resumes=self._resumes,
-            rule=self._started.rule,
-            lossy=self._started.lossy,
-            schema=self._schema,
-            terms=self._terms,
-            form=self._form,
-        )

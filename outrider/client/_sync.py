@@ -5,20 +5,45 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, Self, TypeVar, Unpack
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from outrider.client._async import AsyncClient
 from outrider.client._connection import ConnectionOptions
 from outrider.client._router import RETRIES
 from outrider.client._stream import AsyncStream
-from outrider.client._types import Chunk, Generation, Model, ModelAdapter, Session
-from outrider.client._wire import Options
+from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled
 
+ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, ParamsT], Coroutine[Any, Any, ResultT]],
+) -> Callable[Concatenate[Client, ParamsT], ResultT]:
+    """Return a method of `Client` that waits for one of `AsyncClient`."""
+
+    @wraps(method)
+    def call(self: Client, /, *arguments: ParamsT.args, **options: ParamsT.kwargs) -> ResultT:
+        return self._thread.run(lambda: method(self._client, *arguments, **options))
+
+    return call
+
+
+def _streaming(
+    method: Callable[Concatenate[AsyncClient, ParamsT], AsyncStream],
+) -> Callable[Concatenate[Client, ParamsT], Stream]:
+    """Return a method of `Client` that gives the stream of one of `AsyncClient`."""
+
+    @wraps(method)
+    def call(self: Client, /, *arguments: ParamsT.args, **options: ParamsT.kwargs) -> Stream:
+        return Stream(self._thread, method(self._client, *arguments, **options))
+
+    return call
 
 
 class Client:
@@ -42,74 +67,17 @@ class Client:
         """The router's address, from the arguments, the environment or a profile."""
         return self._client.address
 
-    def generate(
-        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Generation:
-        """Generate the answer to a prompt (text or token ids) or to `messages`. See `Options` for the keywords."""
-        return self._thread.run(lambda: self._client.generate(prompt, timeout=timeout, **options))
-
-    def samples(
-        self, prompt: str | Sequence[int] | None, n: int, *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> list[Generation]:
-        """Generate `n` answers to one prompt: the choices 0 to n - 1 of one seed, each in a separate session.
-
-        The verifier reads the prompt once: the other answers begin when the first one has its first tokens. When one
-        answer fails, all are cancelled. `timeout` applies to each answer.
-        """
-        return self._thread.run(lambda: self._client.samples(prompt, n, timeout=timeout, **options))
-
-    def stream(
-        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Stream:
-        """Return the answer as a stream. The call starts when the first chunk is requested."""
-        return Stream(self._thread, self._client.stream(prompt, timeout=timeout, **options))
-
-    def resume(
-        self,
-        session: str,
-        *,
-        generation: int = 0,
-        next_position: int = 0,
-        text_offset: int = 0,
-        timeout: float | None = None,
-    ) -> Stream:
-        """Resume the latest generation of a session after the last chunk that was received, or from its start.
-
-        Streams resume automatically while their client lives; this method is for another process that continues one.
-        The result holds only what this stream received. Raises NotFound when the generation can no longer be resumed.
-        """
-        stream = self._client.resume(
-            session, generation=generation, next_position=next_position, text_offset=text_offset, timeout=timeout
-        )
-        return Stream(self._thread, stream)
-
-    def cancel(self, session: str, *, timeout: float | None = None) -> None:
-        """Cancel a session's generation, whichever router and client it belongs to. Do nothing if it has ended."""
-        self._thread.run(lambda: self._client.cancel(session, timeout=timeout))
-
-    def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
-        """Create an empty session for several turns. A generation without a session creates one."""
-        return self._thread.run(lambda: self._client.create_session(model, timeout=timeout))
-
-    def get_session(self, session: str, *, timeout: float | None = None) -> Session:
-        """Return the state of a session. Raises NotFound."""
-        return self._thread.run(lambda: self._client.get_session(session, timeout=timeout))
-
-    def close_session(self, session: str, *, timeout: float | None = None) -> None:
-        """End a session and delete its tokens. Do nothing if it is closed already."""
-        self._thread.run(lambda: self._client.close_session(session, timeout=timeout))
-
-    def models(self, *, timeout: float | None = None) -> list[Model]:
-        """Return the models that are served now."""
-        return self._thread.run(lambda: self._client.models(timeout=timeout))
-
-    def load_adapter(self, name: str, folder: str, *, model: str = "", timeout: float | None = None) -> ModelAdapter:
-        """Have all verifiers of a model load a low-rank adapter; see `AsyncClient.load_adapter`."""
-        return self._thread.run(lambda: self._client.load_adapter(name, folder, model=model, timeout=timeout))
-
-    def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
-        """Take an adapter's name away; see `AsyncClient.unload_adapter`."""
-        self._thread.run(lambda: self._client.unload_adapter(name, timeout=timeout))
+    stream = _streaming(AsyncClient.stream)
+    resume = _streaming(AsyncClient.resume)
+    generate = _blocking(AsyncClient.generate)
+    samples = _blocking(AsyncClient.samples)
+    cancel = _blocking(AsyncClient.cancel)
+    create_session = _blocking(AsyncClient.create_session)
+    get_session = _blocking(AsyncClient.get_session)
+    close_session = _blocking(AsyncClient.close_session)
+    models = _blocking(AsyncClient.models)
+    load_adapter = _blocking(AsyncClient.load_adapter)
+    unload_adapter = _blocking(AsyncClient.unload_adapter)
 
     def close(self) -> None:
         """End the streams that still run, on the server too, and disconnect. Closing twice is allowed."""

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
-from outrider.client._grammar import parsed
-from outrider.client._logprobs import NO_ROWS, LogprobRows
+from outrider.client._terms import parsed
 from outrider.core.answers.answer_reader import ANY_TERMS, PLAIN_FORM, AnswerReader, AnswerTerms, ModelForm
 from outrider.core.answers.call_reader import CONTENT, REASONING
-from outrider.core.session.contract import SHARED_NOISE
+from outrider.core.session.contract import SHARED_NOISE, FinishReason
 from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
+from outrider.wire import inference as wire
 
 
-class FinishReason(StrEnum):
-    """Why a generation ended."""
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the raw model's, at temperature 1 and before any filter."""
 
-    STOP = "stop"  # the model's end of text, or a stop string
-    LENGTH = "length"  # max_tokens
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ABANDONED = "abandoned"  # the call broke off, and no client resumed it in time
-    FAILED = "failed"
+    logprob: float  # of the committed token
+    top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log-probabilities, likeliest first
+    text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
+    top_texts: tuple[bytes, ...] = ()  # of the likeliest tokens
+
+
+class LogprobRows(Sequence[TokenLogprobs]):
+    """The log-probabilities of several tokens. Each is decoded when it is read: as the router sends them they take a
+    fortieth of the memory of Python's objects."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Iterable[bytes] = ()) -> None:
+        """`rows`: a serialized TokenLogprobs of the wire for each token."""
+        self.rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobRows: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | LogprobRows:
+        return LogprobRows(self.rows[index]) if isinstance(index, slice) else _decoded(self.rows[index])
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all rows are the same; `other` may be any sequence of them."""
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"LogprobRows({[*self]})"
+
+
+NO_ROWS = LogprobRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +256,9 @@ class Model:
     drafters: int
     misfits: tuple[str, ...] = ()  # workers that are of no use to it, each with the reason
     adapters: tuple[ModelAdapter, ...] = ()  # the adapters that requests may name, by name
+
+
+def _decoded(row: bytes) -> TokenLogprobs:
+    entry = wire.TokenLogprobs.FromString(row)
+    top = tuple(zip(entry.top_ids, entry.top_logprobs, strict=True))
+    return TokenLogprobs(entry.logprob, top, entry.text, tuple(entry.top_texts))

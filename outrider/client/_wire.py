@@ -9,12 +9,10 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
-from outrider.client._grammar import grammar_of
-from outrider.client._logprobs import LogprobRows
-from outrider.client._tools import calls_json, object_json, tools_of
+from outrider.client._terms import calls_json, grammar_of, object_json, tools_of
 from outrider.client._types import (
     Chunk,
-    FinishReason,
+    LogprobRows,
     Model,
     ModelAdapter,
     Session,
@@ -22,13 +20,21 @@ from outrider.client._types import (
     StepTree,
     Usage,
 )
-from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
+from outrider.core.session.contract import (
+    DEFAULT_MAX_TOKENS,
+    FILLING,
+    Contract,
+    FinishReason,
+    PolicyName,
+    Priority,
+    RuleName,
+)
 from outrider.core.session.speculation_status import printable
 from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire import inference
+from outrider.wire import inference, types
 
 ResultT = TypeVar("ResultT")
 
@@ -207,8 +213,8 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
 def reason_from_pb(reason: int) -> FinishReason:
     """Return the finish reason of a wire value. Raises InternalError for a value that this version does not know."""
     try:
-        return FinishReason[inference.reason_from_pb(reason)]
-    except (KeyError, ValueError):
+        return types.reason_from_pb(reason)
+    except ValueError:
         raise InternalError(f"the router gave the unknown finish reason {reason}; update this client") from None
 
 

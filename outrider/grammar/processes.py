@@ -16,7 +16,12 @@ from outrider.errors import Unavailable
 from outrider.grammar.connection import GrammarConnection
 
 SPARE_S = 0.05  # after which the next process is forked, so that it does not take the processor from this one's grammar
-ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the processes inherit, and no secrets
+INHERITED = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # variables of a bounded child process: no secrets
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child process that reads what callers send."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
 class GrammarProcesses:
@@ -72,7 +77,7 @@ class _FirstProcess:
             self._process = subprocess.Popen(
                 [*command],
                 stdin=theirs.fileno(),
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                env=child_environment(),
             )
         self._fd = ours.detach()
         self.close = weakref.finalize(self, _end, self._process, self._fd)

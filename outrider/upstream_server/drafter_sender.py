@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from outrider.core.control.drafting_terms import RESTING_SCORE
 from outrider.core.tree.delta import Hints
-from outrider.upstream_server.snapshot import snapshot_parts
 from outrider.upstream_server.upstream_session import Subscription, UpstreamSession
 from outrider.wire import drafter as wire
-from outrider.wire.drafter import hints_to_pb, set_sent_terms
-from outrider.wire.types import plan_to_pb
+from outrider.wire.drafter import SNAPSHOT_FEATURES, hints_to_pb, set_sent_terms, tokens_in_part
+from outrider.wire.types import contract_to_pb, plan_to_pb
 
 
 class DrafterSender:
@@ -87,3 +87,35 @@ class DrafterSender:
             session.exhaust(subscription, session.tree.root.position)  # no step waits for nodes that it cannot draft
             return
         subscription.stream.snapshot(subscription.attachment, partial(snapshot_parts, subscription))
+
+
+def snapshot_parts(subscription: Subscription) -> Iterator[wire.Snapshot]:
+    """Yield a session's tokens committed by now, in parts, each made when it is sent, and the terms to draft under."""
+    session = subscription.session
+    tokens, digest = tuple(session.tokens), session.tree.digest
+    fused = session.fused if subscription.wants_features else None
+    size = tokens_in_part(fused.width if fused is not None else 0)
+    first = max(1, len(tokens) - SNAPSHOT_FEATURES)  # first token that features come with
+    for start in range(0, len(tokens), size):
+        end = min(start + size, len(tokens))
+        part = wire.Snapshot(
+            attachment=subscription.attachment,
+            epoch=session.epoch,
+            position=start,
+            tokens=tokens[start:end],
+            vocabulary=session.vocabulary,
+        )
+        if fused is not None and first < end:
+            part.features = fused.rows(max(start, first) - 1, end - 1)
+        if end == len(tokens):
+            part.last = True
+            part.digest = digest
+            part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # drafters need none
+            part.plan.CopyFrom(plan_to_pb(session.ceilings))
+            part.credit = session.grant(subscription)
+            set_sent_terms(part, session.terms.sent)
+            part.answer_position = session.answer_position
+            part.unpadded_vocabulary = session.unpadded_vocabulary
+            subscription.plan_version = session.terms.plan.version
+        session.wire_bytes += part.ByteSize()
+        yield part

@@ -124,7 +124,7 @@ class UpstreamSession(ABC):
         self._claims: dict[int, Calibration] = {}  # by sender: drafters that are subscribed or have nodes in it
         self._first_sender = first_sender
         self._senders = first_sender
-        self._origins: dict[str, int] = {}  # keys of drafters of lower tiers
+        self.origins: dict[str, int] = {}  # drafters of lower tiers, with their keys in the tree
 
     @property
     @abstractmethod
@@ -216,11 +216,6 @@ class UpstreamSession(ABC):
                 found.setdefault(theirs[sender], []).append(identity)
         return found
 
-    @property
-    def origins(self) -> dict[str, int]:
-        """Drafters of lower tiers, with their keys in the tree."""
-        return self._origins
-
     def exhaust(self, subscription: Subscription, position: int) -> None:
         """Note that the drafter has sent all its nodes below the root at that position."""
         subscription.exhausted = position
@@ -258,7 +253,7 @@ class UpstreamSession(ABC):
         """Return the key of a drafter of a lower tier; None if there are too many: its nodes then count as its
         upstream's.
         """
-        if name and name not in self._origins and len(self._origins) < MAX_DRAFTERS:
+        if name and name not in self.origins and len(self.origins) < MAX_DRAFTERS:
             self._senders += 1
-            self._origins[name] = self._senders
-        return self._origins.get(name)
+            self.origins[name] = self._senders
+        return self.origins.get(name)

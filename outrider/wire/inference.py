@@ -32,23 +32,13 @@ Tools = pb.Tools
 UnloadAdapterRequest = pb.UnloadAdapterRequest
 WatchSessionRequest = pb.WatchSessionRequest
 
-_REASON, _SPECULATION = "FINISH_REASON_", "SPECULATION_REASON_"
+_SPECULATION = "SPECULATION_REASON_"
 
 
 def register(servicer: inference_pb2_grpc.InferenceServicer, server: grpc.aio.Server) -> str:
     """Add the service to a server. Return its full name."""
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     return pb.DESCRIPTOR.services_by_name["Inference"].full_name
-
-
-def reason_to_pb(name: str) -> str:
-    """Return the value for the name of a reason for which answers end, such as STOP."""
-    return _REASON + name
-
-
-def reason_from_pb(value: int) -> str:
-    """Return the name of a reason. Raises ValueError for a value that this version does not know."""
-    return types_pb2.FinishReason.Name(value).removeprefix(_REASON)
 
 
 def speculation_to_pb(status: SpeculationStatus) -> types_pb2.SpeculationStatus:

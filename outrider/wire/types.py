@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 
-from outrider.core.session.contract import Adapter, Contract, Grammar, Plan, StepReport
+from outrider.core.session.contract import Adapter, Contract, FinishReason, Grammar, Plan, StepReport
 from outrider.errors import InvalidRequest
 from outrider.v1 import types_pb2 as pb
 
@@ -18,6 +18,7 @@ Heartbeat = pb.Heartbeat
 StepTree = pb.StepTree
 
 MAX_DELTA_NODES = 1024
+_REASON = "FINISH_REASON_"
 
 
 def field_names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
@@ -27,6 +28,16 @@ def field_names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
 
 _CONTRACT, _PLAN, _REPORT = field_names(Contract), field_names(Plan), field_names(StepReport)
 _figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fields
+
+
+def reason_to_pb(reason: FinishReason) -> str:
+    """Return the name of the value for the reason for which an answer ended."""
+    return _REASON + reason.name
+
+
+def reason_from_pb(value: int) -> FinishReason:
+    """Return the reason. Raises ValueError for a value that this version does not know."""
+    return FinishReason(pb.FinishReason.Name(value).removeprefix(_REASON).lower())
 
 
 def contract_to_pb(contract: Contract) -> pb.Contract:

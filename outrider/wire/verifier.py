@@ -24,8 +24,6 @@ DecodeStarted = pb.DecodeStarted
 DescribeRequest = types_pb2.DescribeRequest
 DrafterContribution = pb.DrafterContribution
 Error = pb.Error
-FINISH_REASON_LENGTH = types_pb2.FINISH_REASON_LENGTH
-FINISH_REASON_STOP = types_pb2.FINISH_REASON_STOP
 Plan = types_pb2.Plan
 PlanChange = pb.PlanChange
 ReadAdapterRequest = pb.ReadAdapterRequest
@@ -75,8 +73,3 @@ def commit_from_pb(message: pb.DecodeCommit) -> decoding.ReceivedCommit:
         report=report_from_pb(message.report),
         contributions=tuple(Share(it.drafter_id, it.verified, it.accepted, it.alone) for it in message.contributions),
     )
-
-
-def end_from_pb(message: pb.DecodeEnded) -> decoding.DecodeEnd:
-    """Return how a generation ended by its contract."""
-    return decoding.DecodeEnd(message.reason == types_pb2.FINISH_REASON_STOP)

@@ -62,12 +62,14 @@ class AnswerStreams:
         try:
             yield writer
         except Exception:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH_S):
-                    await writer.flush()
+            if writer.lane is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(FLUSH_S):
+                        await writer.lane.flush()
             raise
         finally:
-            writer.close()
+            if writer.lane is not None:
+                writer.lane.close()
 
     def _lane(self, tenant: str, route: tuple[bytes, int] | None) -> _Lane | None:
         if route is None:
@@ -83,7 +85,7 @@ class AnswerWriter:
     def __init__(self, context: Context, find_lane: Callable[[], _Lane | None]) -> None:
         self._context = context
         self._find_lane = find_lane
-        self._lane: _Lane | None = None
+        self.lane: _Lane | None = None  # None: events go on the call itself, or none was written yet
         self._begun = False
 
     async def write(self, message: wire.GenerateResponse) -> None:
@@ -93,37 +95,17 @@ class AnswerWriter:
         has ended.
         """
         if not self._begun:
-            self._lane, self._begun = self._find_lane(), True
-        if self._lane is not None:
-            await self._lane.write(message)
+            self.lane, self._begun = self._find_lane(), True
+        if self.lane is not None:
+            await self.lane.write(message)
             if message.HasField("finished"):
-                await self._lane.flush()
+                await self.lane.flush()
             return
         try:
             await self._context.write(message)
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             # The call ended during the write; that we are cancelled follows in a moment.
             raise Cancelled("the client has gone") from None
-
-    @property
-    def ready(self) -> bool:
-        """Whether `write_now` may be called: the stream takes another event at once."""
-        return self._lane is not None and self._lane.ready
-
-    def write_now(self, message: wire.GenerateResponse) -> None:
-        """Write one message of several to a stream that is `ready`."""
-        assert self._lane is not None
-        self._lane.put(message)
-
-    async def flush(self) -> None:
-        """Wait until all events are on their way. Raises Unavailable."""
-        if self._lane is not None:
-            await self._lane.flush()
-
-    def close(self) -> None:
-        """Free the handle; events that wait are not sent."""
-        if self._lane is not None:
-            self._lane.close()
 
 
 class AnswerQueue:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
@@ -15,7 +15,8 @@ from outrider.limits.rate_limits import CHECKING, CallRates, address_of
 from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
 from outrider.store.keys import Keys
-from router.api.message_bounds import check_message
+from outrider.wire import inference as wire
+from outrider.wire.message_bounds import more_fields_than
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
 HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send
@@ -24,28 +25,25 @@ HEALTH_BYTES = 1024  # its size
 MAX_HEALTH_CALLS = 256  # calls of health at the same time
 MAX_REFLECTION_CALLS = 4  # calls of reflection at the same time
 REFLECTION_S = 10.0  # time that one may take
+MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sampling may list
+MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
+_GENERATE = "/outrider.v1.Inference/Generate"
 _HEALTH_PREFIX = "/grpc.health."
 _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 
 
-class Authenticator(Protocol):
-    """Maps a call to its tenant."""
+class Authenticator:
+    """Maps a call to its tenant. This one allows every caller, and all are one tenant."""
 
     async def tenant(self, context: Context) -> str:
         """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Unavailable without
         Redis."""
-
-
-class NoAuthentication:
-    """Every caller is allowed, and all are one tenant."""
-
-    async def tenant(self, context: Context) -> str:
         return ""
 
 
-class ApiKeyAuthenticator:
+class ApiKeyAuthenticator(Authenticator):
     """A caller with an API key is allowed, for the key's tenant."""
 
     def __init__(self, keys: Keys) -> None:
@@ -151,3 +149,14 @@ def run_for(tenant: str) -> None:
 def caller_tenant() -> str:
     """Return the tenant of the call that the current task runs. Raises LookupError where none was admitted."""
     return _TENANT.get()
+
+
+def check_message(method: str, message: bytes) -> None:
+    """Raise InvalidRequest for a message that would take far more memory than it has bytes, or has too many."""
+    if method != _GENERATE:
+        if len(message) > MAX_OTHER_BYTES:
+            raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {MAX_OTHER_BYTES}")
+    elif more_fields_than(wire.GenerateRequest.DESCRIPTOR, MAX_FIELDS, message):
+        raise InvalidRequest(
+            "message", f"must have at most {MAX_FIELDS} entries: messages, and what `sampling` lists, together"
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core.sampling.logprobs import unpack
-from outrider.core.session.contract import Contract
+from outrider.core.session.contract import Contract, FinishReason
 from outrider.store.adapters import NamedAdapter
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
-from outrider.wire.inference import reason_to_pb, speculation_to_pb
+from outrider.wire.inference import speculation_to_pb
+from outrider.wire.types import reason_to_pb
 from router.sessions.outbox import Event, FinishedEvent, StartedEvent
-from router.sessions.response import EndReason, ResponsePart
+from router.sessions.response import ResponsePart
 
 
 def adapter_to_pb(named: NamedAdapter) -> pb.ModelAdapter:
@@ -80,7 +81,7 @@ def session_to_pb(record: SessionRecord) -> pb.Session:
         digest=record.digest,
         generation=record.generation,
         running=record.generation > 0 and not record.finished,
-        reason=reason_to_pb(EndReason(record.finished).name) if record.finished else None,
+        reason=reason_to_pb(FinishReason(record.finished)) if record.finished else None,
         answer_position=record.turn.answer_position if record.turn else 0,
         epoch=record.epoch,
         verifier=record.verifier,
@@ -91,7 +92,7 @@ def session_to_pb(record: SessionRecord) -> pb.Session:
 def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
     usage = event.usage
     return pb.Finished(
-        reason=reason_to_pb(event.reason.name),
+        reason=reason_to_pb(event.reason),
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=usage.completion_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
@@ -13,30 +12,26 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.errors import InvalidRequest, Moved, NotFound, Superseded
+from outrider.errors import InvalidRequest, NotFound
 from outrider.limits.fair_queue import AdmissionTicket, QueueClass
-from outrider.limits.fair_turns import LoopTurns
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.store.sessions import SessionRecord
-from outrider.store.tenant_storage import SESSION_BYTES, generation_bytes
-from outrider.telemetry.logs import session_context
+from outrider.store.tenant_storage import SESSION_BYTES
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
-from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
+from router.api.answer_streams import NAME_BYTES, AnswerStreams
 from router.api.auth import caller_tenant
-from router.api.messages import adapter_to_pb, event_to_pb, session_to_pb
+from router.api.messages import adapter_to_pb, session_to_pb
+from router.api.running_calls import RunningCalls
 from router.counters.request_metrics import RequestMetrics
 from router.reporting.step_stream import StepStreams
 from router.requests.requests import GenerateParams, find_model, parse
 from router.requests.served_models import ServedModel
-from router.scheduling.admission import OUTPUT_WEIGHT, SHUTTING_DOWN, AdmissionSlot, AnswerLimit
-from router.sessions import session_open
-from router.sessions.generation import OwnedGeneration
-from router.sessions.outbox import Event, Outbox
-from router.sessions.pending_requests import PendingRequest, PendingRequests
-from router.sessions.response import ResponsePart
-from router.sessions.session_open import OpenedGeneration, RouterContext
+from router.scheduling.admission import OUTPUT_WEIGHT, AnswerLimit
+from router.sessions.context import RouterContext
+from router.sessions.session_open import GenerationOpener
+from router.sessions.takeover import ClientPosition, Takeovers, open_record, resumed_policy
 
 MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
 STALE_S = 0.05  # after this time in the queue a session's record is read again
@@ -48,17 +43,20 @@ class GenerateServicer(InferenceServicer):
     """Translates requests to generations, and their events to messages."""
 
     def __init__(self, router: RouterContext) -> None:
+        store, pool, self._config = router.store, router.decoding.worker_pool, router.decoding.config
         self._router = router
-        self._draining = False
-        self._pending = PendingRequests()
-        self._answers = AnswerLimit(router.config)
+        self._takeovers = Takeovers(
+            store=store,
+            models=router.models,
+            turns=router.turns,
+            background=router.decoding.background,
+            policy=partial(resumed_policy, self._config, router.warm_start),
+        )
+        self._opener = GenerationOpener(store=store, worker_pool=pool, takeovers=self._takeovers)
+        self.calls = RunningCalls(router, self._takeovers)
+        self._answers = AnswerLimit(self._config)
         self._answer_streams = AnswerStreams()
-        self.steps = StepStreams(router)
-        self._outboxes: set[Outbox] = set()
-        self._active_calls = 0  # running Generate and Resume calls
-        self._idle = asyncio.Event()  # set while there are no such calls
-        self._idle.set()
-        self.running: dict[str, OwnedGeneration] = {}
+        self.steps = StepStreams(store=store, models=router.models, worker_pool=pool)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """Run one generation for as long as the call lasts."""
@@ -72,11 +70,11 @@ class GenerateServicer(InferenceServicer):
             params = parse(
                 request,
                 self._router.models,
-                self._router.config,
+                self._config,
                 session,
                 self._router.warm_start.priors,
                 tenant=tenant,
-                longest_context=self._router.worker_pool.longest_context,
+                longest_context=self._router.decoding.worker_pool.longest_context,
                 requested=requested,
             )
             metrics.on_parsed(params)
@@ -85,20 +83,20 @@ class GenerateServicer(InferenceServicer):
             async with (
                 AsyncExitStack() as answering,
                 self._answer_streams.writer(tenant, route, context) as writer,
-                self._outbox() as outbox,
+                self.calls.outbox() as outbox,
                 AsyncExitStack() as stack,
             ):
-                pending = stack.enter_context(self._pending.register(tenant, session_id))
+                pending = stack.enter_context(self.calls.pending.register(tenant, session_id))
                 admitted = stack.enter_async_context(self._router.admission.slot(self._ticket(params, remaining)))
                 slot = await pending.wait_for(admitted)
                 metrics.on_admitted(slot.since)
                 answering.enter_context(self._answers.hold(tenant))
                 if session is not None and time.monotonic() - arrived > STALE_S:
                     session = await self._find_session(tenant, session_id)
-                opened = await session_open.begin(self._router, params, session, deadline)
+                opened = await self._opener.begin(params, session, deadline)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
-                await self._run(opened, slot, outbox, writer, metrics, pending)
+                await self.calls.run(opened, slot, outbox, writer, metrics, pending)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Resume a generation, whichever router owned it."""
@@ -108,28 +106,26 @@ class GenerateServicer(InferenceServicer):
             writer = await stack.enter_async_context(
                 self._answer_streams.writer(tenant, self._route(request.route), context)
             )
-            outbox = await stack.enter_async_context(self._outbox())
-            found = await session_open.find(
-                self._router,
+            outbox = await stack.enter_async_context(self.calls.outbox())
+            found = await self._takeovers.find(
                 tenant,
                 request.session_id,
                 request.generation,
-                request.next_position,
-                request.text_offset,
+                ClientPosition(request.next_position, request.text_offset),
             )
             slot = None
             if not found.record.finished:
                 ticket = AdmissionTicket(
                     found.model.name, tenant, QueueClass.RESUMED, 0.0, self._deadline_at(context.time_remaining())
                 )
-                running = self.running.get(request.session_id)
+                running = self.calls.running.get(request.session_id)
                 handed_on = running is not None and running.hand_on_slot()
                 slot = await stack.enter_async_context(self._router.admission.slot(ticket, handed_on=handed_on))
                 metrics.on_admitted(slot.since)
-            opened = await session_open.take(self._router, found)
-            self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.position)
-            self._router.metrics.resumes += 1
-            await self._run(opened, slot, outbox, writer, metrics)
+            opened = await self._takeovers.take(found)
+            self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.client.position)
+            self._router.decoding.metrics.resumes += 1
+            await self.calls.run(opened, slot, outbox, writer, metrics)
 
     async def Answers(self, requests: AsyncIterator[pb.AnswersRequest], context: Context[Any, Any]) -> None:
         """Carry the events of many generations together."""
@@ -140,8 +136,8 @@ class GenerateServicer(InferenceServicer):
         """End a generation, wherever it runs."""
         async with errors_as_status(context), self._span(context, "Cancel"):
             tenant = caller_tenant()
-            await self._cancel(tenant, request.session_id)
-            await session_open.end(self._router, tenant, request.session_id)  # another router may run it
+            await self.calls.cancel(tenant, request.session_id)
+            await self._takeovers.end(tenant, request.session_id)  # another router may run it
             return pb.CancelResponse()
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
@@ -155,15 +151,15 @@ class GenerateServicer(InferenceServicer):
                 )
             model = find_model(requested.name, self._router.models)
             session_id = secrets.token_hex(16)
-            await self._router.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
-            await self._router.sessions.create(session_id, tenant, model.name, model.digest)
-            return session_to_pb(await self._router.sessions.get(session_id))
+            await self._router.store.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
+            await self._router.store.sessions.create(session_id, tenant, model.name, model.digest)
+            return session_to_pb(await self._router.store.sessions.get(session_id))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Return a session's description."""
         async with errors_as_status(context):
             tenant = caller_tenant()
-            return session_to_pb(await session_open.open_record(self._router.sessions, tenant, request.session_id))
+            return session_to_pb(await open_record(self._router.store.sessions, tenant, request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
@@ -172,11 +168,11 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context):
             tenant = caller_tenant()
             with suppress(NotFound):  # for example closed before
-                await self._router.sessions.get(request.session_id, tenant)
-                await self._cancel(tenant, request.session_id)
-                await self._router.sessions.close(request.session_id)
-                await self._router.storage.forget(tenant, request.session_id)
-                self._router.background.spawn(self._router.session_events.publish(request.session_id))
+                await self._router.store.sessions.get(request.session_id, tenant)
+                await self.calls.cancel(tenant, request.session_id)
+                await self._router.store.sessions.close(request.session_id)
+                await self._router.store.storage.forget(tenant, request.session_id)
+                self._router.decoding.background.spawn(self._router.store.events.publish(request.session_id))
             return pb.CloseSessionResponse()
 
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
@@ -217,28 +213,8 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context):
             return pb.CheckKeyResponse(tenant=caller_tenant())
 
-    async def _cancel(self, tenant: str, session_id: str) -> None:
-        """Cancel the generation of a tenant's session, if it runs here or is about to."""
-        await self._pending.cancel(tenant, session_id)
-        generation = self.running.get(session_id)
-        if generation is not None and generation.tenant == tenant:
-            await generation.cancel()
-
-    def begin_drain(self) -> None:
-        """End running and new calls with Moved, so that clients resume at another router."""
-        self._draining = True
-        self._router.admission.close()
-        for generation in self.running.values():
-            generation.move()
-        for outbox in self._outboxes:
-            outbox.cut_short(Moved(SHUTTING_DOWN))
-
-    async def drained(self) -> None:
-        """Return once no Generate or Resume call runs any more."""
-        await self._idle.wait()
-
     async def _find_session(self, tenant: str, session_id: str) -> SessionRecord | None:
-        return await session_open.open_record(self._router.sessions, tenant, session_id) if session_id else None
+        return await open_record(self._router.store.sessions, tenant, session_id) if session_id else None
 
     def _route(self, route: pb.AnswerRoute) -> tuple[bytes, int] | None:
         """Return the stream and the handle that a call's events go to; None: they go on the call itself.
@@ -260,83 +236,16 @@ class GenerateServicer(InferenceServicer):
     @asynccontextmanager
     async def _measured(self, context: Context[Any, Any], method: str, operation: str) -> AsyncIterator[RequestMetrics]:
         """Yield a call's metrics: errors become statuses, and the span and the metrics are recorded at its end."""
-        self._active_calls += 1
-        self._idle.clear()
-        try:
+        with self.calls.counted():
             async with errors_as_status(context), self._span(context, method) as call:
-                with self._router.metrics.request(call.span, operation) as metrics:
+                with self._router.decoding.metrics.request(call.span, operation) as metrics:
                     yield metrics
-        finally:
-            self._active_calls -= 1
-            if not self._active_calls:
-                self._idle.set()
 
     def _span(self, context: Context[Any, Any], method: str) -> AbstractAsyncContextManager[ServedCall]:
-        return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._router.config.trust_traces)
-
-    @asynccontextmanager
-    async def _outbox(self) -> AsyncIterator[Outbox]:
-        """Yield the outbox of a call. At the end of the body the client has been sent everything, or does not read."""
-        outbox = Outbox(self._router.config.window)
-        self._outboxes.add(outbox)
-        try:
-            async with outbox:
-                if self._draining:
-                    outbox.cut_short(Moved(SHUTTING_DOWN))
-                yield outbox
-        finally:
-            self._outboxes.discard(outbox)
-
-    async def _run(
-        self,
-        opened: OpenedGeneration,
-        slot: AdmissionSlot | None,
-        outbox: Outbox,
-        writer: AnswerWriter,
-        metrics: RequestMetrics,
-        pending: PendingRequest | None = None,
-    ) -> None:
-        before = self.running.get(opened.record.session_id)
-        if opened.token_log is not None and before is not None:
-            if before.epoch > opened.token_log.epoch:  # the earlier call here has taken it over meanwhile
-                raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
-            before.supersede(opened.token_log.epoch)
-        outbox.begin(
-            partial(_send, self._router.turns, writer, opened),
-            opened.position,
-            opened.text_offset,
-            partial(_send_now, writer, opened),
-        )
-        generation = OwnedGeneration(self._router, opened, slot, outbox)
-        metrics.on_started(generation)
-        if self._draining:
-            generation.move()
-        if opened.token_log is not None:
-            self.running[generation.session_id] = generation
-        if pending is not None:
-            pending.settled.set()
-            if pending.cancelled:
-                generation.stop()
-        try:
-            with session_context(generation.session_id):
-                await generation.run()
-            metrics.on_finished(generation)
-        finally:
-            if self.running.get(generation.session_id) is generation:
-                del self.running[generation.session_id]
-            self._settle_storage(opened)
-
-    def _settle_storage(self, opened: OpenedGeneration) -> None:
-        """Count what an ended generation has written, instead of all that it might have."""
-        router, response = self._router, opened.response
-        if opened.token_log is None or not router.storage.bounded:
-            return
-        record, answer = opened.record, response.position - response.start
-        size = generation_bytes(response.start - opened.logged, opened.turn, answer)
-        router.background.spawn(router.storage.settle(record.tenant, record.session_id, record.generation, size))
+        return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._config.trust_traces)
 
     async def _describe(self, model: ServedModel) -> pb.Model:
-        worker_pool = self._router.worker_pool
+        worker_pool = self._router.decoding.worker_pool
         verifiers = [
             worker for worker in await worker_pool.verifiers(model.name) if worker.tokenizer_digest == model.digest
         ]
@@ -351,25 +260,3 @@ class GenerateServicer(InferenceServicer):
                 f"{worker.worker_id}: {why}" for worker, why in worker_pool.misfits(model.name)[:MAX_INCOMPATIBLE]
             ],
         )
-
-
-async def _send(turns: LoopTurns, writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> None:
-    """Send an event. The message of tokens from the log is made in a turn of the tenant, which ends before it is
-    written: a client that does not read holds no turn."""
-    if isinstance(event, ResponsePart) and event.replayed:
-        message = await turns.run(opened.record.tenant, _message, opened, event)
-    else:
-        message = _message(opened, event)
-    await writer.write(message)
-
-
-def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> bool:
-    """Send new tokens, if the client's stream of answers takes them at once. Return whether it did."""
-    if not isinstance(event, ResponsePart) or event.replayed or not writer.ready:
-        return False
-    writer.write_now(_message(opened, event))
-    return True
-
-
-def _message(opened: OpenedGeneration, event: Event) -> pb.GenerateResponse:
-    return event_to_pb(event, opened.turn.contract, opened.model.token_text)

@@ -28,21 +28,13 @@ _PROVIDER = "outrider"
 class MeasuredGeneration(Protocol):
     """What is recorded of a generation."""
 
-    @property
-    def model(self) -> str:
-        """Name of its model."""
-
-    @property
-    def session_id(self) -> str:
-        """Its session."""
+    session_id: str
+    model: str  # its name
+    reason: str  # why it ended
 
     @property
     def prompt_tokens(self) -> int:
         """How many tokens its prompt has."""
-
-    @property
-    def reason(self) -> str:
-        """Why it ended."""
 
     @property
     def usage(self) -> UsageStats:

@@ -8,26 +8,18 @@ import random
 import time
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass
-
-import grpc.aio
 
 from outrider.core.control.drafters.contributions import ContributionTracker, DrafterContribution
 from outrider.core.control.drafters.tier_selection import Tiers, TierSwitch
 from outrider.core.session.contract import StepReport
 from outrider.core.session.speculation_status import SpeculationStatus
-from outrider.rpc.status import from_rpc_error
-from outrider.rpc.tracing import client_span
 from outrider.store.registry import Worker
-from outrider.telemetry.tracing import trace_metadata
-from outrider.wire import drafter as wire
-from outrider.wire.tickets import Permit, TicketSigner
+from outrider.wire.tickets import TicketSigner
 from router.background import BackgroundTasks
-from router.drafters.obstacles import Obstacles
+from router.drafters.attached_drafters import AttachedDrafters, DraftAssignment
 from router.scheduling.placement import DrafterPlacement, in_other_zone, place_drafters, should_rebalance
 from router.scheduling.workers import WorkerPool
 
-RPC_TIMEOUT_S = 2.0  # timeout of a call to a drafter; a slower one counts as dead
 QUERY_AFTER_S = 0.25  # how long drafters may be missing before the router asks them for the reason
 REPLACE_AFTER_S = 1.0  # how long drafters may be missing before they are replaced
 REVIEW_S = 2.0  # between two reviews of where drafters are attached
@@ -35,20 +27,6 @@ DRAFTED_FIRST = 3  # drafted steps that are not measured after a tier change
 SETTLING_STEPS = 8  # a tier change has settled after this many steps, with drafts or without
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftAssignment:
-    """The session to draft for, and where."""
-
-    session_id: str
-    tenant: str
-    epoch: int
-    upstream: Worker  # the verifier
-    tokenizer_digest: bytes
-    greedy: bool
-    single: bool  # whether its rule allows one drafter only, and no tiers
-    previous: tuple[str, ...] = ()  # worker ids of the last drafters, which have the text already
 
 
 class TierWindow:
@@ -112,11 +90,9 @@ class DrafterSet:
         self._assignment = assignment
         self._wanted = wanted
         self._tiers = tiers
-        self._ticket_signer = ticket_signer
         self._preferred = assignment.previous  # worker ids that are preferred at the first placement
-        self._attached: dict[str, DrafterPlacement] = {}
+        self._attached = AttachedDrafters(assignment, worker_pool, ticket_signer)
         self._worth: dict[int, ContributionTracker] = {}  # by tier
-        self._obstacles = Obstacles(assignment.upstream)
         self._declined: set[str] = set()  # worker ids of drafters that did not help
         self._reduced: Counter[int] = Counter()  # by tier: how many fewer are wanted since useless ones were detached
         self._expected_direct = wanted  # drafters that should subscribe at the verifier itself
@@ -140,7 +116,7 @@ class DrafterSet:
     @property
     def obstacle(self) -> SpeculationStatus | None:
         """What keeps drafters from drafting, as far as is known."""
-        return self._obstacles.foremost
+        return self._attached.obstacles.foremost
 
     def observe(self, tokens: int, report: StepReport, contributions: tuple[DrafterContribution, ...] = ()) -> None:
         """Take a step: the tokens that it committed, the verifier's report, and what each drafter contributed.
@@ -200,7 +176,7 @@ class DrafterSet:
                 self._declined.add(useless)
                 self._reduced[tier] += 1
                 self._expected_direct -= self._attached[useless].upstream is self._assignment.upstream
-                self._background.spawn(self._detach(self._attached[useless].drafter))
+                self._background.spawn(self._attached.detach(self._attached[useless].drafter))
 
     def _report_tier_rate(self) -> None:
         """Report to the tier selection how fast the present tiers were."""
@@ -211,7 +187,7 @@ class DrafterSet:
     async def _detach_after_work(self) -> None:
         # An Attach on its way could overtake our Detach.
         await asyncio.wait([self._work])
-        await asyncio.gather(*(self._detach(placed.drafter) for placed in [*self._attached.values()]))
+        await asyncio.gather(*(self._attached.detach(placed.drafter) for placed in [*self._attached.values()]))
 
     async def _attach_missing(self) -> None:
         """Attach the best choices until there are enough of each tier that is to draft. If one fails, those that were
@@ -222,7 +198,7 @@ class DrafterSet:
         while self._wanted:
             for placed in await self._placements(failed):
                 known = self._attached.get(placed.drafter.worker_id) == placed
-                if not known and not await self._attach(placed):
+                if not known and not await self._attached.attach(placed):
                     failed.add(placed.drafter.worker_id)
                     break
             else:
@@ -247,7 +223,7 @@ class DrafterSet:
             self._tier_window = TierWindow(present, used)
         for placed in [*self._attached.values()]:
             if placed.drafter.tier not in used:
-                await self._detach(placed.drafter)
+                await self._attached.detach(placed.drafter)
         drafters = [worker for worker in drafters if worker.tier in used and worker.worker_id not in failed]
         if len(used) > 1:  # a tier that failed lately is skipped, so that the tiers below it continue
             drafters = [worker for worker in drafters if not self._worker_pool.suspected(worker)]
@@ -261,12 +237,13 @@ class DrafterSet:
         if not known:
             self._note_no_drafter()
         else:
-            self._obstacles.on_placed(places, [worker for worker in known if self._worker_pool.suspected(worker)])
+            suspects = [worker for worker in known if self._worker_pool.suspected(worker)]
+            self._attached.obstacles.on_placed(places, suspects)
         return places
 
     def _note_no_drafter(self) -> None:
         upstream, sampled = self._assignment.upstream, self._assignment.single
-        self._obstacles.on_no_drafter(self._worker_pool.why_no_drafter(upstream, sampled=sampled))
+        self._attached.obstacles.on_no_drafter(self._worker_pool.why_no_drafter(upstream, sampled=sampled))
 
     async def _compatible_drafters(self) -> list[Worker]:
         """Return the drafters that can draft for the session, best choice first."""
@@ -280,14 +257,14 @@ class DrafterSet:
         A drafter that lost its upstream subscribes again when it gets another Attach."""
         self._report_tier_rate()
         for placed in [*self._attached.values()]:
-            await self._attach(placed)
+            await self._attached.attach(placed)
         await self._attach_missing()
 
     async def _rebalance(self) -> None:
         """Move to a drafter that has fewer sessions, if there is one: drafters come and go while sessions run. The old
         drafter drafts until the next review, because the new one has to read the text first."""
         while self._replaced:
-            await self._detach(self._replaced.pop())
+            await self._attached.detach(self._replaced.pop())
         if self._assignment.single:
             return  # the verifier takes one drafter at a time
         known = await self._compatible_drafters()
@@ -299,70 +276,24 @@ class DrafterSet:
         if self._worker_pool.suspected(other) or in_other_zone(other.zone, zone) > in_other_zone(here.zone, zone):
             return
         moves = should_rebalance(self._worker_pool.sessions(here), self._worker_pool.sessions(other), random.random())
-        if moves and await self._attach(DrafterPlacement(other, self._assignment.upstream)):
+        if moves and await self._attached.attach(DrafterPlacement(other, self._assignment.upstream)):
             self._replaced.append(here)
 
     async def _query_attached(self) -> None:
         """Send Attach again to all drafters; their answers name what keeps them from drafting."""
         for placed in [*self._attached.values()]:
-            await self._attach(placed)
+            await self._attached.attach(placed)
 
     async def _replace_missing(self) -> None:
         """Replace a missing drafter: one that does not answer, or else the oldest, since the verifier reports a count
         only."""
         previous = [placed for placed in self._attached.values() if placed.upstream is self._assignment.upstream]
         for placed in previous:
-            await self._attach(placed)
+            await self._attached.attach(placed)
         silent = all(placed.drafter.worker_id in self._attached for placed in previous)  # although there are too few
         if silent and previous and self._all_answered_before:
             self._worker_pool.suspect(previous[0].drafter)
-            await self._detach(previous[0].drafter)
+            await self._attached.detach(previous[0].drafter)
             silent = False
         self._all_answered_before = silent
         await self._attach_missing()
-
-    async def _attach(self, placed: DrafterPlacement) -> bool:
-        """Attach one drafter; drop it and return False if it does not answer. Repeating an Attach changes nothing at
-        the drafter."""
-        worker = placed.drafter
-        if worker.worker_id not in self._attached:
-            self._worker_pool.add_session(worker)
-        # Counted from here on, so that `detach_all` detaches it even if it has not answered yet.
-        self._attached[worker.worker_id] = placed
-        assignment = self._assignment
-        permit = Permit(
-            assignment.session_id, assignment.tenant, worker.worker_id, placed.upstream.worker_id, assignment.epoch
-        )
-        try:
-            request = wire.AttachRequest(
-                session_id=assignment.session_id,
-                tenant=assignment.tenant,
-                epoch=assignment.epoch,
-                upstream=placed.upstream.address,
-                ticket=self._ticket_signer.sign(permit),
-            )
-            with client_span("outrider.v1.Drafter/Attach"):
-                stub = wire.DrafterStub(self._worker_pool.channels.to(worker))
-                answer = await stub.Attach(request, timeout=RPC_TIMEOUT_S, metadata=trace_metadata())
-            self._obstacles.on_attached(placed, answer, self._attached)
-            return True
-        except grpc.aio.AioRpcError as error:
-            known = from_rpc_error(error)
-            log.info("drafter %s cannot be attached: %s", worker.worker_id, known)
-            self._worker_pool.on_failure(worker, known)
-            self._obstacles.on_failed(placed, known)
-            if self._attached.pop(worker.worker_id, None) is not None:
-                self._worker_pool.remove_session(worker)
-            return False
-
-    async def _detach(self, worker: Worker) -> None:
-        if self._attached.pop(worker.worker_id, None) is None:
-            return
-        self._obstacles.forget(worker)
-        request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
-        try:
-            await wire.DrafterStub(self._worker_pool.channels.to(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.debug("drafter %s did not answer Detach: %s", worker.worker_id, from_rpc_error(error))
-        finally:
-            self._worker_pool.remove_session(worker)

@@ -13,8 +13,8 @@ from typing import Any
 
 from outrider.telemetry.pages import Page, PageContent, json_page
 from router.reporting.tree_view import ID_CHARACTERS, TreeView
+from router.sessions.context import RouterContext
 from router.sessions.generation import OwnedGeneration
-from router.sessions.session_open import RouterContext
 
 MAX_LISTED = 200
 PAGES = {"/": "index.html", "/live.js": "live.js", "/live.css": "live.css"}
@@ -37,7 +37,7 @@ def estimates(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict
     """Return what this router's controllers estimate. May be called in another thread."""
     return {
         "priors": router.warm_start.estimates(),
-        "tiers": router.tiers.estimates(),
+        "tiers": router.decoding.tiers.estimates(),
         "generations": [
             {"session": generation.session_id[:ID_CHARACTERS], **generation.estimates()}
             for generation in [*running][:MAX_LISTED]
@@ -47,9 +47,9 @@ def estimates(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict
 
 def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
     """Return all figures. May be called in another thread."""
-    metrics, generations = router.metrics, list(running)
+    metrics, generations = router.decoding.metrics, list(running)
     return {
-        "router": router.router_id,
+        "router": router.store.router_id,
         "time": time.time(),
         "running": len(generations),
         "waiting": router.admission.depths(),
@@ -69,14 +69,14 @@ def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[
                 "model": worker.model,
                 "zone": worker.zone,
                 "tier": worker.tier,
-                "sessions": router.worker_pool.sessions(worker),
+                "sessions": router.decoding.worker_pool.sessions(worker),
                 "slots": worker.slots,
                 "cores": worker.cores,
                 "arm": worker.arm,
                 "arm_reason": worker.arm_reason,
-                "suspected": router.worker_pool.suspected(worker),
+                "suspected": router.decoding.worker_pool.suspected(worker),
             }
-            for worker in router.worker_pool.listed
+            for worker in router.decoding.worker_pool.listed
         ],
         "generations": [_generation(generation) for generation in generations[:MAX_LISTED]],
     }
@@ -105,8 +105,10 @@ def _model(router: RouterContext, name: str, generations: Iterable[OwnedGenerati
     """Return a model's steps and its running generations by what kept them from verifying drafts, and drafters that
     cannot draft for it."""
     running = Counter(generation.usage.speculation.now.reason for generation in generations if generation.model == name)
-    steps = {reason: count for (model, reason), count in tuple(router.metrics.speculation.items()) if model == name}
-    misfits = [(worker.worker_id, why) for worker, why in router.worker_pool.misfits(name)[:MAX_LISTED]]
+    steps = {
+        reason: count for (model, reason), count in tuple(router.decoding.metrics.speculation.items()) if model == name
+    }
+    misfits = [(worker.worker_id, why) for worker, why in router.decoding.worker_pool.misfits(name)[:MAX_LISTED]]
     return {"name": name, "running": running, "steps": steps, "misfits": misfits}
 
 

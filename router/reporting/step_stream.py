@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 
 import grpc.aio
@@ -15,10 +15,13 @@ from outrider.rpc.backoff import Backoff
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.step_broadcast import StepBroadcast
 from outrider.store.session_events import SessionEvent
-from outrider.store.sessions import SessionRecord
+from outrider.store.sessions import SessionRecord, Sessions
 from outrider.wire import verifier as wire
 from router.requests.requests import find_model
-from router.sessions.session_open import RouterContext, open_record
+from router.requests.served_models import ServedModel
+from router.scheduling.workers import WorkerPool
+from router.sessions.context import SessionStore
+from router.sessions.takeover import open_record
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 60.0  # between two looks for the verifier of a session that no event is about
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two attempts to receive events
@@ -30,8 +33,10 @@ log = logging.getLogger(__name__)
 class StepStreams:
     """The watched sessions of a router: each has one stream from its verifier, however many watch it."""
 
-    def __init__(self, router: RouterContext) -> None:
-        self._router = router
+    def __init__(self, *, store: SessionStore, models: Mapping[str, ServedModel], worker_pool: WorkerPool) -> None:
+        self._store = store
+        self._models = models
+        self._worker_pool = worker_pool
         self._watched: dict[str, _WatchedSession] = {}
         most = f"at most {MAX_OF_TENANT} of a tenant and {MAX_WATCHERS} in all"
         problem = f"too many sessions are watched here ({most}); end a watch first"
@@ -44,10 +49,12 @@ class StepStreams:
         Raises NotFound, and Overloaded where the tenant or all tenants watch too much.
         """
         with self._watchers.hold(tenant):
-            record = await open_record(self._router.sessions, tenant, session_id)
+            record = await open_record(self._store.sessions, tenant, session_id)
             watched = self._watched.get(session_id)
             if watched is None or watched.ended:
-                watched = self._watched[session_id] = _WatchedSession(self._router, record)
+                watched = self._watched[session_id] = _WatchedSession(
+                    record, self._store.sessions, find_model(record.model, self._models), self._worker_pool
+                )
             self._any_watched.set()
             try:
                 async with aclosing(watched.steps()) as steps:
@@ -63,7 +70,7 @@ class StepStreams:
         while True:
             await self._any_watched.wait()
             try:
-                async with aclosing(self._router.session_events.listen()) as events:
+                async with aclosing(self._store.events.listen()) as events:
                     async for event in events:
                         backoff.attempts = 0
                         self._pass_on(event)
@@ -85,9 +92,11 @@ class StepStreams:
 class _WatchedSession:
     """One session's steps, which are read once and given to all its watchers. Only its own tenant can watch it."""
 
-    def __init__(self, router: RouterContext, record: SessionRecord) -> None:
-        self._router = router
+    def __init__(self, record: SessionRecord, sessions: Sessions, model: ServedModel, worker_pool: WorkerPool) -> None:
         self._record = record
+        self._sessions = sessions
+        self._model = model
+        self._worker_pool = worker_pool
         self._broadcast = StepBroadcast()
         self._task: asyncio.Task[None] | None = None
         self._event = asyncio.Event()
@@ -127,7 +136,7 @@ class _WatchedSession:
             raise
 
     async def _read(self) -> AsyncIterator[wire.StepTree]:
-        token_text = find_model(self._record.model, self._router.models).token_text
+        token_text = self._model.token_text
         backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
         verifier = self._record.verifier
         while True:
@@ -150,15 +159,15 @@ class _WatchedSession:
             backoff.attempts = 0
             if self._verifier:
                 return self._verifier
-        record = await open_record(self._router.sessions, self._record.tenant, self._record.session_id)
+        record = await open_record(self._sessions, self._record.tenant, self._record.session_id)
         return record.verifier
 
     async def _read_from(self, worker_id: str) -> AsyncIterator[wire.StepTree]:
         """Yield the steps of the session at one verifier, as long as it is there."""
-        worker = next((one for one in self._router.worker_pool.listed if one.worker_id == worker_id), None)
+        worker = next((one for one in self._worker_pool.listed if one.worker_id == worker_id), None)
         if worker is None:
             return
-        stub = wire.VerifierStub(self._router.worker_pool.channels.to(worker))
+        stub = wire.VerifierStub(self._worker_pool.channels.to(worker))
         call = stub.Watch(wire.WatchRequest(session_id=self._record.session_id))
         try:
             async for step in call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from outrider.core.answers.answer_reader import ModelForm
 from outrider.core.answers.formats import format_of
 from outrider.core.answers.reasoning import reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
+from outrider.grammar.processes import child_environment
 from outrider.limits.fair_turns import FairTurns
 
 FILE = "chat_template.jinja"
@@ -25,7 +25,6 @@ CONFIG = "tokenizer_config.json"
 SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
 NO_VARIABLES: Mapping[str, Any] = {}
 TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
-ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the process inherits, and no secrets
 
 
 class TemplateMessage(NamedTuple):
@@ -118,7 +117,7 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            env=child_environment(),
         )
         try:
             self._request(self._setup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.limits.fair_turns import FairTurns
 from router.requests.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
-from router.text.token_text import TokenText
+from router.text.detokenizer import REPLACEMENT
 
 _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
 TOKENIZERS = 2  # long texts that are tokenized at the same time
@@ -28,6 +29,8 @@ _PIECE = 2**16  # characters that are tokenized at a time to find out whether a 
 _USUAL = 8  # characters of a token; few texts have more, and only those are counted before they are tokenized
 _MARK_TOKENS = 16  # most tokens of a mark and the lines around it
 _SLACK = 2  # splitting a text may add tokens, but less than this factor
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_ANCHOR = "a"  # decoded before each token: some decoders treat a text's first token differently
 
 
 class RequestedModel(NamedTuple):
@@ -35,6 +38,38 @@ class RequestedModel(NamedTuple):
 
     name: str  # of the model; empty: the only one
     adapter: Adapter | None = None
+
+
+class TokenText:
+    """Maps a token id to its bytes in UTF-8, for log-probabilities; empty for an id outside the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False).ids
+        self._before = len(self._decode([]))
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """Return the token's bytes."""
+        if token not in self._known:
+            self._known[token] = self._bytes_of(token)
+        return self._known[token]
+
+    def _bytes_of(self, token: int) -> bytes:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        text = self._decode([token])[self._before :]
+        if REPLACEMENT not in text:
+            return text.encode()
+        if byte := _BYTE.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        if all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        return text.encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode([*self._anchor, *tokens], skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +218,14 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the bytes behind the characters of byte-level vocabularies (Radford et al. 2019, GPT-2's encoder):
+    printable bytes stand for themselves, the others for the characters from U+0100 on in their order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

@@ -213,9 +213,9 @@ class AdmissionSlot:
 
     def __init__(self, admission: Admission, ticket: AdmissionTicket) -> None:
         self._admission = admission
-        self._ticket = ticket
+        self.ticket = ticket  # with which the slot was requested
         self.since = admission.clock()  # when the slot was granted
-        self._held = True
+        self.held = True
         self._spent = 0.0
         self._output_tokens = 0
 
@@ -224,17 +224,7 @@ class AdmissionSlot:
         self._spent += prompt + OUTPUT_WEIGHT * output
         self._output_tokens += output
         if (tokens := self._admission.rates.tokens) is not None:
-            tokens.take(self._ticket.tenant, prompt + output)
-
-    @property
-    def held(self) -> bool:
-        """Whether the slot is held."""
-        return self._held
-
-    @property
-    def ticket(self) -> AdmissionTicket:
-        """The ticket that the slot was granted for."""
-        return self._ticket
+            tokens.take(self.ticket.tenant, prompt + output)
 
     async def retake(self, refused: str) -> None:
         """Give back a slot that a verifier refused, and wait for another one before all other requests.
@@ -246,22 +236,22 @@ class AdmissionSlot:
 
     async def rejoin_queue(self) -> None:
         """Wait for a slot like other requests, after this one was released. Raises as `Admission.slot`."""
-        await self._take(max(self._ticket.priority, QueueClass.INTERACTIVE), "")
+        await self._take(max(self.ticket.priority, QueueClass.INTERACTIVE), "")
 
     async def _take(self, priority: QueueClass, refused: str) -> None:
-        await self._admission.take(replace(self._ticket, priority=priority), refused)  # the tenant is not charged again
-        self._held, self.since = True, self._admission.clock()
+        await self._admission.take(replace(self.ticket, priority=priority), refused)  # the tenant is not charged again
+        self.held, self.since = True, self._admission.clock()
 
     def release(self) -> None:
         """Give the slot back, if it is held."""
-        if self._held:
+        if self.held:
             if self._output_tokens:  # a generation without output is no measurement
-                self._admission.residency[self._ticket.model].observe(self._admission.clock() - self.since)
+                self._admission.residency[self.ticket.model].observe(self._admission.clock() - self.since)
             self._give_back()
             self._admission.dispatch()
 
     def _give_back(self) -> None:
-        self._held = False
-        unspent, self._ticket = self._ticket.tokens - self._spent, replace(self._ticket, tokens=0.0)
+        self.held = False
+        unspent, self.ticket = self.ticket.tokens - self._spent, replace(self.ticket, tokens=0.0)
         self._spent, self._output_tokens = 0.0, 0
-        self._admission.give_back(self._ticket, unspent)
+        self._admission.give_back(self.ticket, unspent)

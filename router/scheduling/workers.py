@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import get_args
 
 from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack_keys
-from outrider.core.session.protocol import SPOKEN
+from outrider.core.session.protocol import SPOKEN, Origin
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, nearest
-from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
+from outrider.errors import Moved, OutriderError, Overloaded, TokenizerMismatch, Unavailable
 from outrider.limits.rate_limits import ResidencyEma
 from outrider.rpc.tls import Tls
 from outrider.store.compatibility import incompatibility, incompatible_drafters
 from outrider.store.registry import Registry, Role, Worker
+from router.requests.served_models import ServedModel
 from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
 from router.scheduling.worker_channels import WorkerChannels
 
@@ -261,6 +262,32 @@ class WorkerPool:
         self._logged_incompatible = {pair for pair in self._logged_incompatible if ids.issuperset(pair)}
         self._placed = +self._placed
         await self.channels.keep(ids | self._placed.keys())
+
+
+async def matching_verifiers(worker_pool: WorkerPool, model: ServedModel, origin: Origin | None = None) -> list[Worker]:
+    """Return the verifiers that serve a model with the router's tokenizer, best choice first; with an `origin` those
+    that may go on with a text of it.
+
+    Raises Unavailable when no verifier serves the model or none may go on, TokenizerMismatch when all of them have
+    another tokenizer.
+    """
+    verifiers = await worker_pool.serving(model.name)
+    matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
+    if not matching:
+        raise TokenizerMismatch(
+            f"the router's tokenizer for model {model.name!r} is not its verifiers' own; "
+            "give the router the tokenizer.json of their checkpoint"
+        )
+    if origin is not None:
+        equal = [worker for worker in matching if worker.origin == origin]
+        if not equal:
+            there = "; ".join(sorted({f"{worker.origin}" for worker in matching}))
+            raise Unavailable(
+                f"the generation began under {origin}, and the verifiers of model {model.name!r} have {there}, so its "
+                "text might change; start a verifier that has the same, or generate anew"
+            )
+        return equal
+    return matching
 
 
 def _protocols(worker: Worker) -> str:

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.session.contract import Plan, StepReport
-from outrider.core.session.decoding import DecodeEnd, ReceivedCommit
+from outrider.core.session.contract import FinishReason, Plan, StepReport
+from outrider.core.session.decoding import ReceivedCommit
 from outrider.errors import InternalError
 from outrider.telemetry.tracing import recording_span
 from router.counters.request_metrics import plan_attributes
-from router.drafters.drafter_assignment import DraftAssignment, DrafterSet
-from router.drafters.step_statuses import StepStatuses
+from router.drafters.attached_drafters import DraftAssignment
+from router.drafters.drafter_assignment import DrafterSet
+from router.drafters.obstacles import StepStatuses
 from router.scheduling.admission import AdmissionSlot
-from router.sessions.client_watch import ClientWatch
-from router.sessions.outbox import Outbox
-from router.sessions.response import EndReason
-from router.sessions.session_open import OpenedGeneration, RouterContext
+from router.sessions.context import DecodeResources
+from router.sessions.outbox import ClientWatch, Outbox
 from router.sessions.standby import Standby
+from router.sessions.takeover import OpenedGeneration
 from router.sessions.token_log import TokenLog
-from router.sessions.verifier_client import DecodeStream
+from router.sessions.verifier_client import DecodeEnd, DecodeStream
 
 RENEWALS_PER_LEASE = 3
 RELEASE_S = 20.0  # after the verifier last wanted drafters, when they are released to other sessions
@@ -36,7 +36,7 @@ class CommitPump:
 
     def __init__(
         self,
-        router: RouterContext,
+        resources: DecodeResources,
         opened: OpenedGeneration,
         slot: AdmissionSlot | None,
         outbox: Outbox,
@@ -45,20 +45,20 @@ class CommitPump:
     ) -> None:
         """`slot`: None for a generation that has ended, for which nothing runs."""
         self.plan = opened.policy.plan()
-        self._router = router
+        self._resources = resources
         self._opened = opened
         self._slot = slot
         self._outbox = outbox
         self._client_watch = client_watch
         self._standby = standby
-        self._samples = router.sample_writer.collector(opened.record.tenant, opened.model, opened.turn.contract)
+        self._samples = resources.sample_writer.collector(opened.record.tenant, opened.model, opened.turn.contract)
         self._drafters: DrafterSet
         self._wanted = False  # whether the generation should have drafters
         self._wanted_at = -math.inf  # when the verifier last wanted them
         self._alone: Callable[[], dict[str, float]] = dict  # what each drafter alone had drafted
         self.contract = self._samples.verifier_contract(opened.turn.contract)  # for verifiers
 
-    async def run(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+    async def run(self, token_log: TokenLog, stream: DecodeStream) -> FinishReason:
         """Handle the verifier's commits until the response ends."""
         self._wanted, self._wanted_at = self._wants_drafters(stream.resting), -math.inf
         self._drafters = self._assign_drafters(token_log, stream)
@@ -75,22 +75,22 @@ class CommitPump:
         """Write what is left of the training samples."""
         self._samples.flush()
 
-    async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+    async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> FinishReason:
         """Handle each commit: log it, acknowledge it, send it, and give its report to the policy."""
         response, policy = self._opened.response, self._opened.policy
-        statuses = StepStatuses(self._router.config, policy, stream.worker)
+        statuses = StepStatuses(self._resources.config, policy, stream.worker)
         while not isinstance(event := await stream.next(), DecodeEnd):
             if not isinstance(event, ReceivedCommit):
-                if token_log.idle_s > self._router.config.lease_s / RENEWALS_PER_LEASE:
+                if token_log.idle_s > self._resources.config.lease_s / RENEWALS_PER_LEASE:
                     await token_log.renew()
                 if self._opened.left_s <= 0.0:
-                    return EndReason.DEADLINE
+                    return FinishReason.DEADLINE
                 continue
             report = event.report
             await self._log_and_send(event, token_log, stream)
             self._record_status(report, statuses)
             if response.stopped:
-                return EndReason.STOP
+                return FinishReason.STOP
             self._drafters.observe(len(event.tokens), report, event.contributions)
             policy.observe(report)
             if policy.plan() is not self.plan:
@@ -105,7 +105,7 @@ class CommitPump:
 
     async def _log_and_send(self, commit: ReceivedCommit, token_log: TokenLog, stream: DecodeStream) -> None:
         """Append a commit's tokens to the log, and only then acknowledge and send them."""
-        response, metrics = self._opened.response, self._router.metrics
+        response, metrics = self._opened.response, self._resources.metrics
         part = response.add_commit(self._samples.for_client(commit))
         assert self._slot is not None
         self._slot.spend(output=len(part.tokens))
@@ -133,7 +133,7 @@ class CommitPump:
         """Record whether the step verified drafts, and if not, why."""
         status = statuses.of(report, self._drafters.obstacle)
         self._opened.response.usage.speculation.observe(status)
-        self._router.metrics.speculation[self._opened.model.name, status.reason.value] += 1
+        self._resources.metrics.speculation[self._opened.model.name, status.reason.value] += 1
 
     def _wants_drafters(self, resting: bool) -> bool:
         """Return whether the generation should have drafters. `resting`: the verifier does without them now."""
@@ -145,14 +145,14 @@ class CommitPump:
     def _change_plan(self, plan: Plan, stream: DecodeStream) -> None:
         """Follow another plan."""
         self.plan = plan
-        self._router.metrics.changes += 1
+        self._resources.metrics.changes += 1
         if (span := recording_span()) is not None:
             span.add_event("plan", plan_attributes(plan))
         stream.plan(plan)
 
     def _assign_drafters(self, token_log: TokenLog, stream: DecodeStream) -> DrafterSet:
-        router, record, contract = self._router, self._opened.record, self._opened.turn.contract
-        wanted = router.config.drafters_per_session if self._wanted and not stream.worker.treeless else 0
+        resources, record, contract = self._resources, self._opened.record, self._opened.turn.contract
+        wanted = resources.config.drafters_per_session if self._wanted and not stream.worker.treeless else 0
         single = rule_of(contract).child_sampling is ChildSampling.SAMPLED  # several drafters' draws have no one q
         assignment = DraftAssignment(
             session_id=record.session_id,
@@ -165,7 +165,7 @@ class CommitPump:
             previous=token_log.record.drafters,
         )
         wanted = min(wanted, 1) if single else wanted
-        tiers, signer = contract.own_or_shared(router.tiers), router.ticket_signer
-        drafters = DrafterSet(router.worker_pool, router.background, assignment, wanted, tiers, signer)
+        tiers, signer = contract.own_or_shared(resources.tiers), resources.ticket_signer
+        drafters = DrafterSet(resources.worker_pool, resources.background, assignment, wanted, tiers, signer)
         self._alone = drafters.estimates
         return drafters

@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 
+from outrider.core.session.contract import FinishReason
 from outrider.errors import DeadlineExceeded, Moved, OutriderError, Overloaded, Unavailable
+from outrider.limits.fair_queue import AdmissionTicket
+from outrider.store.registry import Worker
 from router.scheduling.admission import AdmissionSlot
-from router.sessions.client_watch import ClientWatch
+from router.scheduling.workers import matching_verifiers
 from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump
-from router.sessions.outbox import NOT_READ, Outbox
-from router.sessions.response import EndReason
-from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
+from router.sessions.context import DecodeResources
+from router.sessions.outbox import NOT_READ, ClientWatch, Outbox
 from router.sessions.standby import Standby
+from router.sessions.takeover import OpenedGeneration
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_client import DecodeStream
 from router.sessions.verifier_stream import open_stream
@@ -36,35 +39,39 @@ class DecodeAttempts:
 
     def __init__(
         self,
-        router: RouterContext,
+        resources: DecodeResources,
         opened: OpenedGeneration,
         slot: AdmissionSlot | None,
         outbox: Outbox,
-        on_started: Callable[[int], None],
+        *,
+        on_started: Callable[[Worker, int], None],
+        others_wait: Callable[[AdmissionTicket], bool],
     ) -> None:
-        """`slot`: None for a generation that has ended; `on_started`: called with the number of cached tokens when a
-        verifier has begun."""
+        """`slot`: None for a generation that has ended; `on_started`: called with a verifier that has begun, and the
+        number of tokens cached there; `others_wait`: returns whether a queued request could use the slot."""
         self.kv_holder = opened.record.verifier  # worker id of the verifier that has its KV
         self.client_watch = ClientWatch(
             outbox, on_unread=lambda: self.halt(Unavailable(NOT_READ)), on_behind=self._yield_if_others_wait
         )
-        self._router = router
+        self._resources = resources
+        self._others_wait = others_wait
         self._opened = opened
         self._slot = slot
         self._outbox = outbox
         self._on_started = on_started
         self._stream: DecodeStream | None = None
         self._stalled: list[str] = []  # worker ids of the verifiers that stood still
-        adapter = opened.turn.contract.adapter
-        self._standby = Standby(router, opened.model, opened.record.tenant, adapter) if router.config.standby else None
+        self._standby = None
+        if resources.config.standby:
+            self._standby = Standby(resources, opened.model, opened.record.tenant, opened.turn.contract.adapter)
         self._waiting: asyncio.Task[None] | None = None  # the wait between two verifier streams
         self._started = False
-        self._halted: EndReason | OutriderError | None = None  # why `run` has to stop early
+        self._halted: FinishReason | OutriderError | None = None  # why `run` has to stop early
         self._following = False  # `run` is processing commits
         self._yielding = False  # its slot goes to other requests until its client has caught up
-        self.pump = CommitPump(router, opened, slot, outbox, self.client_watch, self._standby)
+        self.pump = CommitPump(resources, opened, slot, outbox, self.client_watch, self._standby)
 
-    async def run(self, token_log: TokenLog) -> EndReason:
+    async def run(self, token_log: TokenLog) -> FinishReason:
         """Decode the response, on one verifier after the other if need be."""
         failures = 0
         wait_first: Callable[[], Coroutine[None, None, None]] | None = None
@@ -76,7 +83,7 @@ class DecodeAttempts:
                 wait_first = None
                 return await self._decode_on_one_verifier(token_log)
             except DeadlineExceeded:
-                return EndReason.DEADLINE
+                return FinishReason.DEADLINE
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task and task.cancelling():
@@ -104,7 +111,7 @@ class DecodeAttempts:
                 await self._lose_verifier(token_log, error, logging.WARNING)
         return self._opened.response.reason
 
-    def halt(self, why: EndReason | OutriderError) -> None:
+    def halt(self, why: FinishReason | OutriderError) -> None:
         """Make `run` stop early. Of several reasons the first one counts."""
         if self._halted is None:
             self._halted = why
@@ -123,7 +130,7 @@ class DecodeAttempts:
     async def _lose_verifier(self, token_log: TokenLog, error: OutriderError, level: int) -> None:
         """Prepare for another verifier, if possible the standby that has the KV; raise the epoch to fence the lost
         verifier."""
-        self._router.metrics.moves += 1
+        self._resources.metrics.moves += 1
         log.log(level, "session %s moves to another verifier: %s", self._opened.record.session_id, error)
         if self._standby is not None:
             self.kv_holder = self._standby.holder
@@ -135,7 +142,7 @@ class DecodeAttempts:
         self._waiting = waiting = asyncio.create_task(work)
         if self._halted is not None:
             waiting.cancel()
-        beat_s = self._router.config.lease_s / RENEWALS_PER_LEASE
+        beat_s = self._resources.config.lease_s / RENEWALS_PER_LEASE
         try:
             while not waiting.done():
                 await asyncio.wait({waiting}, timeout=min(max(0.0, self._opened.left_s), beat_s))
@@ -161,31 +168,29 @@ class DecodeAttempts:
         give_up = time.monotonic() + VERIFIER_WAIT_S
         while True:
             try:
-                await matching_verifiers(self._router, self._opened.model, token_log.origin)
+                await matching_verifiers(self._resources.worker_pool, self._opened.model, token_log.origin)
                 return
             except Unavailable:
                 if time.monotonic() > give_up:
                     raise
             await asyncio.sleep(VERIFIER_CHECK_S)
 
-    async def _decode_on_one_verifier(self, token_log: TokenLog) -> EndReason:
+    async def _decode_on_one_verifier(self, token_log: TokenLog) -> FinishReason:
         """Decode the rest of the response on one verifier."""
         attempt = open_stream(
-            self._router,
+            self._resources,
             self._opened,
             token_log,
-            self.pump.contract,
-            self.pump.plan,
-            self.kv_holder,
-            self._on_attempt,
-            self._stalled,
+            contract=self.pump.contract,
+            plan=self.pump.plan,
+            kv_holder=self.kv_holder,
+            on_attempt=self._on_attempt,
+            stalled=self._stalled,
         )
         async with attempt as stream:
             self.kv_holder = stream.worker.worker_id
-            session_id = self._opened.record.session_id
-            self._router.background.spawn(self._router.session_events.publish(session_id, self.kv_holder))
             self._started = True
-            self._on_started(stream.cached)
+            self._on_started(stream.worker, stream.cached)
             self._following = True
             try:
                 return await self.pump.run(token_log, stream)
@@ -200,7 +205,7 @@ class DecodeAttempts:
 
     def _yield_if_others_wait(self) -> None:
         """Yield the slot of a client that is behind, if other requests wait for one."""
-        if self._following and self._router.admission.has_waiter_for(self._held_slot.ticket):
+        if self._following and self._others_wait(self._held_slot.ticket):
             self._yielding = True
             self._interrupt()
 

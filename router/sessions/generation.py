@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from outrider.core.session.contract import Plan
+from outrider.core.session.contract import FinishReason, Plan
 from outrider.errors import Cancelled, Moved, Overloaded, Superseded, Unavailable
+from outrider.store.registry import Worker
 from router.counters.usage_stats import UsageStats
 from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
+from router.sessions.context import RouterContext
 from router.sessions.decode_attempts import DecodeAttempts
 from router.sessions.outbox import FinishedEvent, Outbox, StartedEvent
-from router.sessions.response import EndReason
-from router.sessions.session_open import OpenedGeneration, RouterContext, take_over
+from router.sessions.takeover import ClientPosition, OpenedGeneration, Takeovers
 from router.sessions.token_log import TokenLog
 
 DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
@@ -29,7 +30,12 @@ class OwnedGeneration:
     """
 
     def __init__(
-        self, router: RouterContext, opened: OpenedGeneration, slot: AdmissionSlot | None, outbox: Outbox
+        self,
+        router: RouterContext,
+        takeovers: Takeovers,
+        opened: OpenedGeneration,
+        slot: AdmissionSlot | None,
+        outbox: Outbox,
     ) -> None:
         """`slot`: None for a generation that has ended and is only read."""
         self.session_id = opened.record.session_id
@@ -37,14 +43,23 @@ class OwnedGeneration:
         self.model = opened.model.name
         self.reason = ""  # why the generation ended
         self.ended = asyncio.Event()
-        self._router = router
+        self._store = router.store
+        self._background = router.decoding.background
+        self._takeovers = takeovers
         self._opened = opened
         self._slot = slot
         self._response = opened.response
         self._started = False
         self._handed_on = False  # its slot was already handed to a call that takes it over
         self._outbox = outbox
-        self._attempts = DecodeAttempts(router, opened, slot, outbox, self._send_started)
+        self._attempts = DecodeAttempts(
+            router.decoding,
+            opened,
+            slot,
+            outbox,
+            on_started=self._on_started,
+            others_wait=router.admission.has_waiter_for,
+        )
 
     async def run(self) -> None:
         """Put StartedEvent, the parts of the response, and FinishedEvent into the outbox; raise what went wrong. No
@@ -118,7 +133,7 @@ class OwnedGeneration:
 
     def stop(self) -> None:
         """End the generation as `cancel` does, without waiting for its end."""
-        self._attempts.halt(EndReason.CANCELLED)
+        self._attempts.halt(FinishReason.CANCELLED)
 
     def move(self) -> None:
         """Stop the generation where it stands; another router resumes it."""
@@ -128,7 +143,7 @@ class OwnedGeneration:
         """End the generation because another call of this router owns its session since `epoch`."""
         self._attempts.halt(Superseded(f"session {self.session_id} was taken over under epoch {epoch}; do not retry"))
 
-    async def _decode_and_finish(self) -> EndReason:
+    async def _decode_and_finish(self) -> FinishReason:
         """Decode under our epoch. Finish or release the generation at the end, whatever happens."""
         token_log = self._opened.token_log
         assert token_log is not None  # the generation has not ended
@@ -136,7 +151,7 @@ class OwnedGeneration:
             reason = await self._attempts.run(token_log)
             await token_log.finish(reason.value, self._response.usage.dump())
         except Superseded:
-            record = await self._router.sessions.get(self.session_id)
+            record = await self._store.sessions.get(self.session_id)
             if not record.finished or record.generation != self._opened.record.generation:
                 raise
             return await self._ended_elsewhere()
@@ -149,12 +164,12 @@ class OwnedGeneration:
         self._send_started(cached=0)
         return reason
 
-    async def _ended_elsewhere(self) -> EndReason:
+    async def _ended_elsewhere(self) -> FinishReason:
         """Return why a Cancel at another router ended the generation. The log decides: this router may have taken more
         tokens than became durable."""
         self._send_started(cached=0)
         generation, sent_end = self._opened.record.generation, self._outbox.end
-        ended = await take_over(self._router, self.tenant, self.session_id, generation, *sent_end)
+        ended = await self._takeovers.take_over(self.tenant, self.session_id, generation, ClientPosition(*sent_end))
         self._response = ended.response
         self._outbox.replay(ended.missing, self._response.position, self._response.text_offset)
         if ended.token_log is not None:
@@ -170,11 +185,16 @@ class OwnedGeneration:
         usage = self._response.usage.dump()
         gone = isinstance(error, asyncio.CancelledError | Cancelled)
         if gone and self._opened.left_s <= DEADLINE_SLACK_S:
-            self._router.background.spawn(token_log.finish(EndReason.DEADLINE.value, usage))
+            self._background.spawn(token_log.finish(FinishReason.DEADLINE.value, usage))
         elif gone or isinstance(error, Unavailable | Overloaded):
-            self._router.background.spawn(token_log.release(usage))
+            self._background.spawn(token_log.release(usage))
         else:
-            self._router.background.spawn(token_log.finish(EndReason.FAILED.value, usage))
+            self._background.spawn(token_log.finish(FinishReason.FAILED.value, usage))
+
+    def _on_started(self, verifier: Worker, cached: int) -> None:
+        """Publish where the session decodes, and send StartedEvent."""
+        self._background.spawn(self._store.events.publish(self.session_id, verifier.worker_id))
+        self._send_started(cached)
 
     def _send_started(self, cached: int) -> None:
         """Send StartedEvent, once, and the durable parts that the client lacks."""

@@ -1,4 +1,5 @@
-"""The events that one client is still to be sent: added without waiting, written by one task at the client's pace."""
+"""The events that one client is still to be sent: added without waiting, written by one task at the client's pace, and
+watched for a client that is behind."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from outrider.core.answers.answer_reader import ModelForm
+from outrider.core.session.contract import FinishReason
 from outrider.errors import InternalError, OutriderError, Unavailable
 from router.counters.usage_stats import UsageStats
-from router.sessions.response import EndReason, ResponsePart
+from router.sessions.response import ResponsePart
 
 SLOW_CLIENT_S = 10.0  # a client that does not read for this time loses its slot, and gets one again when it reads
 FLUSH_S = 0.2  # how long a client has to read the rest when its call ends with an error
+CHECK_S = 0.25  # between two checks of a client; one that is behind at a check may lose its slot to others
 NOT_READ = "the client did not read for a while and lost its slot; resume the generation"
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ class StartedEvent:
 class FinishedEvent:
     """The generation has ended."""
 
-    reason: EndReason
+    reason: FinishReason
     prompt_tokens: int
     usage: UsageStats
 
@@ -72,15 +75,15 @@ class Outbox:
 
     def __init__(self, window: int) -> None:
         self.end = 0, 0  # position and text offset behind the latest event
-        self.on_progress: Callable[[], None] = _nothing  # called after each part that was sent
-        self.on_error: Callable[[OutriderError], None] = _ignore  # called when nothing more can be sent
+        self.on_progress: Callable[[], None] = lambda: None  # called after each part that was sent
+        self.on_error: Callable[[OutriderError], None] = lambda error: None  # called when nothing more can be sent
         self._window = window
         self._written = 0  # position behind the last token that gRPC has taken for the client
         self._caught_up = asyncio.Event()
         self._progress = 0.0  # monotonic time of the latest event that was sent
         self._entries: deque[_OutboxEntry] = deque()  # the first one is being written
         self._changed = asyncio.Event()
-        self._write_now: WriteNow = _never
+        self._write_now: WriteNow = lambda event: False
         self._closed = False
         self._error: OutriderError | None = None
         self._cut_short: OutriderError | None = None
@@ -199,13 +202,35 @@ class Outbox:
             await asyncio.wait({writing}, timeout=FLUSH_S)
 
 
-def _nothing() -> None:
-    pass
+class ClientWatch:
+    """Checks a client from time to time until it has been sent everything.
 
+    `on_unread` is called once the client does not read at all, and `on_behind` at each check at which it is behind.
+    """
 
-def _never(event: Event) -> bool:
-    return False
+    def __init__(self, outbox: Outbox, *, on_unread: Callable[[], None], on_behind: Callable[[], None]) -> None:
+        self._outbox = outbox
+        self._on_unread = on_unread
+        self._on_behind = on_behind
+        self._next: asyncio.TimerHandle | None = None
 
+    def start(self) -> None:
+        """Check the client in a moment, and again until it has been sent everything."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
-def _ignore(error: OutriderError) -> None:
-    pass
+    def stop(self) -> None:
+        """End the checks."""
+        if self._next is not None:
+            self._next.cancel()
+
+    def _check(self) -> None:
+        self._next = None
+        if self._outbox.empty:
+            return
+        if self._outbox.stalled:
+            self._on_unread()
+            return
+        if self._outbox.behind and self._outbox.unread_s >= CHECK_S:
+            self._on_behind()
+        self.start()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.sampling.logprobs import stride
-from outrider.core.session.contract import Contract
+from outrider.core.session.contract import Contract, FinishReason
 from outrider.core.session.decoding import ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, InvalidRequest
@@ -17,17 +16,6 @@ from router.counters.usage_stats import UsageStats
 from router.text.detokenizer import AnswerText
 
 REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each part takes about half a millisecond
-
-
-class EndReason(Enum):
-    """Why a generation ended; the values are stored in the log."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ABANDONED = "abandoned"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +78,11 @@ class Response:
         self._last: int | None = None  # the response's last token
 
     @property
-    def reason(self) -> EndReason | None:
+    def reason(self) -> FinishReason | None:
         """Why the response has ended by its contract; None while it has not."""
         if self.stopped or self._last in self._contract.stop_ids:
-            return EndReason.STOP
-        return EndReason.LENGTH if self.position - self.start >= self._contract.max_tokens else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.position - self.start >= self._contract.max_tokens else None
 
     def add_commit(self, commit: ReceivedCommit) -> ResponsePart:
         """Add a commit. Raises InternalError when it does not continue this response."""

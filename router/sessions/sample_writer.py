@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from outrider.core.sampling.logprobs import alternatives, narrowed, stride
 from outrider.core.session.contract import Contract
@@ -26,37 +25,23 @@ MAX_WAITING = 64  # samples on their way to Redis; further ones are dropped
 log = logging.getLogger(__name__)
 
 
-class SampleCollector(Protocol):
-    """Collects the training samples of one generation."""
+class SampleCollector:
+    """Collects the training samples of one generation. This one collects nothing."""
 
     def verifier_contract(self, requested: Contract) -> Contract:
         """Return the contract for the verifier, given the one that the caller requested."""
+        return requested
 
     def for_client(self, commit: ReceivedCommit) -> ReceivedCommit:
         """Return a commit as the caller's contract requires it. Raises InternalError for a commit that does not match
         the verifier's contract."""
+        return commit
 
     def add(self, tokens: Sequence[int], count: int, commit: ReceivedCommit) -> None:
         """Collect durable tokens: the log is `tokens` now, and its last `count` tokens are the first of that commit."""
 
     def flush(self) -> None:
         """Write what was collected; the generation has ended."""
-
-
-class NoSampleCollector:
-    """Collects nothing."""
-
-    def verifier_contract(self, requested: Contract) -> Contract:
-        return requested
-
-    def for_client(self, commit: ReceivedCommit) -> ReceivedCommit:
-        return commit
-
-    def add(self, tokens: Sequence[int], count: int, commit: ReceivedCommit) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 class SampleWriter:
@@ -76,8 +61,8 @@ class SampleWriter:
         """Return the sample collector of a generation of that tenant, which collects nothing unless the tenant allows
         it, and the contract is representative: drafters draft for all tenants."""
         if self._tenants.isdisjoint((tenant, ALL_TENANTS)) or not contract.representative:
-            return NoSampleCollector()
-        return _SampleCollector(self, model, contract.logprobs, greedy=contract.greedy)
+            return SampleCollector()
+        return _RowCollector(self, model, contract.logprobs, greedy=contract.greedy)
 
     def offer(self, model: ServedModel, sample: TrainingSample) -> None:
         """Queue a sample to be written; drop it if Redis does not keep up."""
@@ -109,7 +94,7 @@ class SampleWriter:
                     failing = True
 
 
-class _SampleCollector:
+class _RowCollector(SampleCollector):
     """Collects rows of a generation until they make a sample."""
 
     def __init__(self, writer: SampleWriter, model: ServedModel, requested: int | None, *, greedy: bool) -> None:

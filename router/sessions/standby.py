@@ -16,7 +16,8 @@ from outrider.store.registry import Worker
 from outrider.wire import verifier as wire
 from outrider.wire.types import adapter_to_pb
 from router.requests.served_models import ServedModel
-from router.sessions.session_open import RouterContext, matching_verifiers
+from router.scheduling.workers import matching_verifiers
+from router.sessions.context import DecodeResources
 
 MIN_MISSING_TOKENS, MIN_MISSING_SHARE = (
     64,
@@ -31,9 +32,12 @@ log = logging.getLogger(__name__)
 class Standby:
     """The standby of one session. It reads durable tokens in the background and never blocks or fails the session."""
 
-    def __init__(self, router: RouterContext, model: ServedModel, tenant: str, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, resources: DecodeResources, model: ServedModel, tenant: str, adapter: Adapter | None = None
+    ) -> None:
         self.holder = ""  # worker id of the verifier that has the KV; "": none yet
-        self._router = router
+        self._worker_pool = resources.worker_pool
+        self._background = resources.background
         self._model = model
         self._tenant = tenant
         self._adapter = adapter
@@ -45,13 +49,13 @@ class Standby:
     def follow(self, tokens: Sequence[int], serving: Worker) -> None:
         """Inform the standby that the session has `tokens`, a list that grows with it, and is decoded by `serving`."""
         self._serving = serving
-        moved, gone = serving.worker_id == self.holder, not self._router.worker_pool.is_listed(self.holder)
+        moved, gone = serving.worker_id == self.holder, not self._worker_pool.is_listed(self.holder)
         if moved or gone:
             self.holder, self._read_tokens = "", 0
         if not self._behind(tokens) or time.monotonic() < self._retry_at:
             return
         if (self._work is None or self._work.done()) and self._has_other_verifier(serving):
-            self._work = self._router.background.spawn(self._catch_up(tokens))
+            self._work = self._background.spawn(self._catch_up(tokens))
 
     def _behind(self, tokens: Sequence[int]) -> bool:
         return len(tokens) - self._read_tokens >= max(MIN_MISSING_TOKENS, len(tokens) * MIN_MISSING_SHARE)
@@ -62,7 +66,7 @@ class Standby:
         while self._behind(tokens):
             self._retry_at = time.monotonic() + RETRY_S
             try:
-                worker = self._choose(await matching_verifiers(self._router, self._model), self._serving)
+                worker = self._choose(await matching_verifiers(self._worker_pool, self._model), self._serving)
                 if worker is None:
                     return
                 await self._warm(worker, tuple(tokens))
@@ -81,20 +85,20 @@ class Standby:
             tenant=self._tenant,
             adapter=adapter_to_pb(self._adapter),
         )
-        await wire.VerifierStub(self._router.worker_pool.channels.to(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
+        await wire.VerifierStub(self._worker_pool.channels.to(worker)).Warm(request, timeout=WARM_TIMEOUT_S)
         self.holder, self._read_tokens, self._retry_at = worker.worker_id, len(tokens), 0.0
 
     def _has_other_verifier(self, serving: Worker) -> bool:
         """Return whether another verifier of the model is listed. One that has just started is used at once."""
         return any(
             worker.role == "verifier" and worker.model == self._model.name and self._is_eligible(worker, serving)
-            for worker in self._router.worker_pool.listed
+            for worker in self._worker_pool.listed
         )
 
     def _is_eligible(self, worker: Worker, serving: Worker) -> bool:
         """Return whether a verifier may go on with the session's text."""
         other = worker.worker_id != serving.worker_id and worker.origin == serving.origin
-        return other and not self._router.worker_pool.suspected(worker)
+        return other and not self._worker_pool.suspected(worker)
 
     def _choose(self, workers: Sequence[Worker], serving: Worker) -> Worker | None:
         """Return the verifier that has the KV already, else the least loaded; None if there is no other verifier."""

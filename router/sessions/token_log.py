@@ -15,7 +15,6 @@ from outrider.rpc.backoff import Backoff
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5  # backoff while Redis is away
-
 MAX_RESTORES = 4  # restores during one write
 
 ResultT = TypeVar("ResultT")

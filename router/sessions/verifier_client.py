@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outrider.core.session.contract import Plan
-from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,12 +24,16 @@ from outrider.rpc.status import error_from_pb
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
 from outrider.wire import verifier as wire
-from router.sessions.verifier_link import VerifierLink
+from router.sessions.verifier_link import LinkEvent, VerifierLink
 
 DEADLINE_SLACK_S = 0.05  # behind a deadline, at which gRPC ends the call of a client that is there: it gets that error
 ACKS_PER_WINDOW = 4  # each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
+
+
+class DecodeEnd:
+    """The generation has ended by its contract."""
 
 
 class DecodeIdle:
@@ -61,7 +65,7 @@ class DecodeStream:
         Raises what the verifier answers: Unavailable and Overloaded mean that another verifier may be tried.
         """
         if self._error is None:
-            self._handle = self._link.begin(self, wire.start_to_pb(self._start, trace_metadata()))
+            self._handle = self._link.begin(self.receive, wire.start_to_pb(self._start, trace_metadata()))
             if self._start.timeout_s is not None:
                 loop, error = asyncio.get_running_loop(), DeadlineExceeded("the generation's deadline has passed")
                 self._deadline = loop.call_later(self._start.timeout_s + DEADLINE_SLACK_S, self._fail, error)
@@ -96,33 +100,26 @@ class DecodeStream:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def on_started(self, started: wire.DecodeStarted) -> None:
-        """The session has a slot."""
-        self.opened, self.cached, self.resting = True, started.cached, started.resting
-        self._changed.set()
-
-    def on_commit(self, commit: wire.DecodeCommit) -> None:
-        """The verifier has committed tokens."""
-        try:
-            self._add(self._commit(commit))
-        except OutriderError as error:
-            self._fail(error)
-
-    def on_ended(self, ended: wire.DecodeEnded) -> None:
-        """The verifier has ended the generation."""
-        if ended.WhichOneof("how") == "reason":
-            self._add(wire.end_from_pb(ended))
-        else:
-            self._fail(self._translated(error_from_pb(ended.error)))
-
-    def on_failure(self, error: OutriderError) -> None:
-        """The stream that carries the generation has ended."""
-        self._fail(self._translated(error))
-
-    def on_heartbeat(self) -> None:
-        """The verifier is alive."""
-        if self.opened and not self._events:
-            self._add(DecodeIdle())
+    def receive(self, event: LinkEvent) -> None:
+        """Take what the link has for this generation."""
+        match event:
+            case wire.DecodeStarted():
+                self.opened, self.cached, self.resting = True, event.cached, event.resting
+                self._changed.set()
+            case wire.DecodeCommit():
+                try:
+                    self._add(self._commit(event))
+                except OutriderError as error:
+                    self._fail(error)
+            case wire.DecodeEnded() if event.WhichOneof("how") == "reason":
+                self._add(DecodeEnd())
+            case wire.DecodeEnded():
+                self._fail(self._translated(error_from_pb(event.error)))
+            case OutriderError():
+                self._fail(self._translated(event))
+            case None:
+                if self.opened and not self._events:
+                    self._add(DecodeIdle())
 
     def _add(self, event: ReceivedCommit | DecodeEnd | DecodeIdle) -> None:
         if not self.opened:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import grpc.aio
 
@@ -27,24 +27,10 @@ _DECODE = "/outrider.v1.Verifier/Decode"
 
 log = logging.getLogger(__name__)
 
-
-class LinkedGeneration(Protocol):
-    """What a link gives to a generation, which must not wait."""
-
-    def on_started(self, started: wire.DecodeStarted) -> None:
-        """It has a slot."""
-
-    def on_commit(self, commit: wire.DecodeCommit) -> None:
-        """It has new tokens."""
-
-    def on_ended(self, ended: wire.DecodeEnded) -> None:
-        """It has ended at the verifier; nothing follows."""
-
-    def on_failure(self, error: OutriderError) -> None:
-        """The stream has failed; nothing follows."""
-
-    def on_heartbeat(self) -> None:
-        """The verifier is alive."""
+# What comes for a generation: its start, its commits and its end, the failure of the stream, and None when the verifier
+# is alive. Nothing follows an end or a failure.
+LinkEvent: TypeAlias = wire.DecodeStarted | wire.DecodeCommit | wire.DecodeEnded | OutriderError | None
+Receive: TypeAlias = Callable[[LinkEvent], None]  # must not wait
 
 
 class VerifierLink:
@@ -56,7 +42,7 @@ class VerifierLink:
         self._worker = worker
         self._lease_s = lease_s
         self._handles = itertools.count(1)
-        self._generations: dict[int, LinkedGeneration] = {}
+        self._generations: dict[int, Receive] = {}  # by handle
         self._starts: dict[int, wire.DecodeStart] = {}  # to be sent, as all below
         self._durable: dict[int, int] = {}
         self._plans: dict[int, Plan] = {}
@@ -68,10 +54,10 @@ class VerifierLink:
         self._responses = liveness.monitored(aiter(self._call), f"verifier {worker.worker_id}")
         self._running = asyncio.create_task(self._run())
 
-    def begin(self, generation: LinkedGeneration, start: wire.DecodeStart) -> int:
-        """Send a start, and give the generation what comes for it. Return its handle."""
+    def begin(self, receive: Receive, start: wire.DecodeStart) -> int:
+        """Send a start, and have `receive` called with what comes for the generation. Return its handle."""
         start.handle = handle = next(self._handles)
-        self._generations[handle] = generation
+        self._generations[handle] = receive
         self._starts[handle] = start
         self._wake.set()
         return handle
@@ -121,27 +107,24 @@ class VerifierLink:
             self.closed = True
             writing.cancel()
             self._call.cancel()
-            for generation in self._generations.values():
-                generation.on_failure(error)
+            for receive in self._generations.values():
+                receive(error)
             self._generations.clear()
 
     async def _read(self) -> None:
         idle_from = time.monotonic()
         async for response in self._responses:
-            for started in response.started:
-                if (generation := self._generations.get(started.handle)) is not None:
-                    generation.on_started(started)
-            for commit in response.commits:
-                if (generation := self._generations.get(commit.handle)) is not None:
-                    generation.on_commit(commit)
+            for message in itertools.chain(response.started, response.commits):
+                if (receive := self._generations.get(message.handle)) is not None:
+                    receive(message)
             for ended in response.ended:
-                if (generation := self._generations.pop(ended.handle, None)) is not None:
-                    generation.on_ended(ended)
+                if (receive := self._generations.pop(ended.handle, None)) is not None:
+                    receive(ended)
             liveness.check_heartbeat(response.heartbeat, f"verifier {self._worker.worker_id}")
             if response.HasField("heartbeat") or time.monotonic() - idle_from >= liveness.HEARTBEAT_S:
                 idle_from = time.monotonic()
-                for generation in self._generations.values():
-                    generation.on_heartbeat()
+                for receive in self._generations.values():
+                    receive(None)
 
     async def _write(self) -> None:
         heartbeat_s = min(liveness.HEARTBEAT_S, self._lease_s / HEARTBEATS_PER_LEASE)

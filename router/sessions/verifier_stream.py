@@ -7,13 +7,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from outrider.config import RouterConfig
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.decoding import DecodeStart
 from outrider.errors import InternalError, OutriderError, Overloaded, Stalled, Unavailable
 from outrider.rpc.tracing import client_span
 from router.counters.request_metrics import plan_attributes
 from router.requests.requests import check_fits
-from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
+from router.scheduling.workers import matching_verifiers
+from router.sessions.context import DecodeResources
+from router.sessions.takeover import OpenedGeneration
 from router.sessions.token_log import TokenLog
 from router.sessions.verifier_client import DecodeStream
 
@@ -22,9 +25,10 @@ MAX_STALLS = 2  # after which a generation moves to another verifier
 
 @asynccontextmanager
 async def open_stream(
-    router: RouterContext,
+    resources: DecodeResources,
     opened: OpenedGeneration,
     token_log: TokenLog,
+    *,
     contract: Contract,
     plan: Plan,
     kv_holder: str,
@@ -39,15 +43,15 @@ async def open_stream(
     Overloaded if one of them is full, else Unavailable. Raises InternalError once more than MAX_STALLS have stood
     still: what stops one verifier after the other is not sent on.
     """
-    worker_pool = router.worker_pool
-    verifiers = await matching_verifiers(router, opened.model, token_log.origin)
+    worker_pool = resources.worker_pool
+    verifiers = await matching_verifiers(worker_pool, opened.model, token_log.origin)
     workers = check_fits(token_log.tokens, opened.turn.contract, verifiers, opened.response.start)
     refusal: OutriderError | None = None
     for worker in worker_pool.rank_verifiers(
         workers, kv_holder, token_log.tokens, contract.kv_scope(opened.record.tenant)
     ):
-        start = _decode_start(router, opened, token_log, contract, plan)
-        stream = DecodeStream(worker, router.verifier_links.to(worker), start)
+        start = _decode_start(resources.config, opened, token_log, contract, plan)
+        stream = DecodeStream(worker, resources.verifier_links.to(worker), start)
         worker_pool.add_session(worker)
         began = time.monotonic()
         try:
@@ -78,7 +82,7 @@ async def open_stream(
 
 
 def _decode_start(
-    router: RouterContext, opened: OpenedGeneration, token_log: TokenLog, contract: Contract, plan: Plan
+    config: RouterConfig, opened: OpenedGeneration, token_log: TokenLog, contract: Contract, plan: Plan
 ) -> DecodeStart:
     record = opened.record
     return DecodeStart(
@@ -92,7 +96,7 @@ def _decode_start(
         answer_position=opened.turn.answer_position,
         contract=contract,
         plan=plan,
-        window=router.config.window,
-        lease_s=router.config.lease_s,
+        window=config.window,
+        lease_s=config.lease_s,
         timeout_s=None if math.isinf(opened.left_s) else max(0.0, opened.left_s),
     )

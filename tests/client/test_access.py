@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.client._access import Access
-from outrider.client._connection import Connection, resolve
+from outrider.client._connection import Access, Connection, resolve
 from outrider.errors import ConfigError
 from outrider.rpc.certificates import make
 

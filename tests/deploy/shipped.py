@@ -11,11 +11,11 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import errors
+from outrider.core.session.contract import FinishReason
 from outrider.core.session.speculation_status import SpeculationReason
 from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Role
 from outrider.telemetry.catalogue import METRICS
-from router.sessions.response import EndReason
 from tests.deploy.promql import SCRAPED, Checker, Series
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 
 _PARTS = {"_bucket": frozenset({"le"}), "_sum": frozenset(), "_count": frozenset()}  # of a histogram
 _VALUES = {
-    "outcome": {"", *(reason.value for reason in EndReason)}
+    "outcome": {"", *(reason.value for reason in FinishReason)}
     | {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.OutriderError)},
     "role": set(get_args(Role)),
     "reason": {reason.value for reason in SpeculationReason},

@@ -13,7 +13,7 @@ import pytest_asyncio
 from pydantic import BaseModel, Field
 
 import outrider
-from outrider.client._grammar import grammar_of
+from outrider.client._terms import grammar_of
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest

@@ -87,7 +87,7 @@ async def test_a_request_may_turn_reasoning_off(clients: Clients) -> None:
         ({"messages": []}, "'messages', which the router sets"),
         ({"eos_token": ""}, "'eos_token', which the router sets"),
         ({"x": "x" * 2**14}, "at most 16384"),
-        ({"x": float}, "are no JSON"),
+        ({"x": float}, "cannot be written as JSON"),
         ([("x", 1)], "must be a mapping"),
     ],
 )

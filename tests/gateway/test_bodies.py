@@ -156,7 +156,7 @@ async def test_choices_of_a_request_share_one_request_and_have_keys_of_their_own
     client = AsyncClient(harness.rig.address)
     try:
         ((first, *others), (second, *_)) = await streams(client, ["a", "b"], 3, {"seed": 7, "max_tokens": 1}, 10)
-        requests = [each._request for each in (first, *others, second)]
+        requests = [each._answer.request for each in (first, *others, second)]
         assert [it.sampling.choice for it in requests] == [0, 1, 2, 0]
         assert [it.text for it in requests] == ["a", "a", "a", "b"]
         assert len({it.idempotency_key for it in requests}) == 4

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from drafter_svc.server import run as run_drafter
-from drafter_svc.upstreams import upstream, upstream_pool
+from drafter_svc.upstreams import outgoing, upstream, upstream_pool
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.v1 import drafter_pb2 as pb
@@ -151,7 +151,7 @@ class Deaf(RawUpstream):
 
 async def test_frames_that_an_upstream_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may wait ends the stream, which begins anew with what is attached by then."""
-    monkeypatch.setattr(upstream, "OUTGOING_FRAMES", 8)
+    monkeypatch.setattr(outgoing, "OUTGOING_FRAMES", 8)
     monkeypatch.setattr(upstream, "RETRY_S", 0.01)
     deaf = Deaf()
 

@@ -12,7 +12,7 @@ import numpy as np
 import outrider
 from outrider.cli.verification.distribution_check import LEVEL, p_value
 from outrider.cli.verification.reference import Reference
-from outrider.client._grammar import grammar_of
+from outrider.client._terms import grammar_of
 from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, Contract, RuleName
 from tests.matrix.cells import Factors, covering
 from tests.matrix.clusters import Checkpoints, MatrixCluster

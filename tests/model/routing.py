@@ -19,7 +19,7 @@ from outrider.config import RouterConfig
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.core.session.contract import Plan
-from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
@@ -31,14 +31,14 @@ from router.api.auth import run_for
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.counters.request_metrics import RouterMetrics
-from router.drafters.drafter_assignment import DraftAssignment
+from router.drafters.attached_drafters import DraftAssignment
 from router.drafters.warm_start import WarmStart
 from router.requests.served_models import ServedModel
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
+from router.sessions.context import DecodeResources, RouterContext, SessionStore
 from router.sessions.sample_writer import SampleWriter
-from router.sessions.session_open import RouterContext
-from router.sessions.verifier_client import DecodeIdle
+from router.sessions.verifier_client import DecodeEnd, DecodeIdle
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
 from tests.model.wires import BROKEN, Ended, Link
@@ -172,7 +172,9 @@ class Attaching:
     drafter_ids: tuple[str, ...] = ()
     obstacle: SpeculationStatus | None = None
 
-    def __init__(self, fleet: Fleet, background: BackgroundTasks, post: DraftAssignment, *terms: Any) -> None:
+    def __init__(
+        self, fleet: Fleet, background: BackgroundTasks, post: DraftAssignment, *terms: Any, **more: Any
+    ) -> None:
         self._fleet, self._post = fleet, post
         fleet.send(Note(post, attach=True))
 
@@ -268,22 +270,26 @@ class Router:
         self._fleet = fleet
         self.inference = GenerateServicer(
             RouterContext(
-                router_id=name,
-                config=config,
                 models={model.name: model},
-                worker_pool=fleet,  # type: ignore[arg-type]
-                verifier_links=fleet,  # type: ignore[arg-type]
-                sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
-                session_events=_NoEvents(),  # type: ignore[arg-type]
-                background=_Background(self.trouble),
                 admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
-                tiers=TierSwitch(),
-                ticket_signer=TicketSigner(time.time),
-                clock=SimpleNamespace(now=lambda: clock.now),  # type: ignore[arg-type]
-                metrics=RouterMetrics(),
+                store=SessionStore(
+                    router_id=name,
+                    sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
+                    events=_NoEvents(),  # type: ignore[arg-type]
+                    storage=_UnlimitedStorage(),  # type: ignore[arg-type]
+                    clock=SimpleNamespace(now=lambda: clock.now),  # type: ignore[arg-type]
+                ),
+                decoding=DecodeResources(
+                    config=config,
+                    worker_pool=fleet,  # type: ignore[arg-type]
+                    verifier_links=fleet,  # type: ignore[arg-type]
+                    tiers=TierSwitch(),
+                    ticket_signer=TicketSigner(time.time),
+                    sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
+                    metrics=RouterMetrics(),
+                    background=_Background(self.trouble),
+                ),
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
-                sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
-                storage=_UnlimitedStorage(),  # type: ignore[arg-type]
                 adapters=AdapterDirectory(
                     {model.name: model},
                     NamedAdapters(redis),  # type: ignore[arg-type]
@@ -348,6 +354,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(time=lambda: _loop().clock.now, monotonic=lambda: _loop().clock.now)
     for module in (
         "sessions.session_open",
+        "sessions.takeover",
         "sessions.commit_pump",
         "sessions.decode_attempts",
         "sessions.verifier_stream",
@@ -356,7 +363,9 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         "counters.usage_stats",
     ):
         patch.setattr(f"router.{module}.time", clock)
-    patch.setattr("router.sessions.session_open.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
+    for module in ("session_open", "context"):
+        names = SimpleNamespace(token_hex=lambda size: _loop().clock.name())
+        patch.setattr(f"router.sessions.{module}.secrets", names)
     patch.setattr("router.sessions.verifier_stream.DecodeStream", Decoding)
     patch.setattr("router.sessions.commit_pump.DrafterSet", Attaching)
 

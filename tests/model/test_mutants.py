@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import router.sessions.session_open
+import router.sessions.takeover
 import router.sessions.token_log
 import verifier_svc.session
 from outrider.core.tree.committed_window import CommittedWindow
@@ -100,18 +100,18 @@ def an_epoch_is_given_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_resume_begins_one_token_early(patch: pytest.MonkeyPatch) -> None:
-    unsent_parts = router.sessions.session_open.unsent_parts
+    unsent_parts = router.sessions.takeover.unsent_parts
     patch.setattr(
-        router.sessions.session_open,
+        router.sessions.takeover,
         "unsent_parts",
         lambda parts, position, offset: unsent_parts(parts, max(0, position - 1), offset),
     )
 
 
 def a_resume_begins_one_character_late(patch: pytest.MonkeyPatch) -> None:
-    unsent_parts = router.sessions.session_open.unsent_parts
+    unsent_parts = router.sessions.takeover.unsent_parts
     patch.setattr(
-        router.sessions.session_open,
+        router.sessions.takeover,
         "unsent_parts",
         lambda parts, position, offset: unsent_parts(parts, position, offset + bool(offset)),
     )
@@ -147,7 +147,7 @@ def a_cancel_that_does_nothing_is_confirmed(patch: pytest.MonkeyPatch) -> None:
     async def nothing(*arguments: Any) -> None:
         pass
 
-    patch.setattr(router.sessions.session_open, "end", nothing)
+    patch.setattr(router.sessions.takeover.Takeovers, "end", nothing)
 
 
 def a_tree_forgets_to_let_go(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.holds.arrival_model import ArrivalPatterns
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Plan, StepReport
-from outrider.core.session.decoding import DecodeEnd, DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import DecodeStart, ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.node import Node
@@ -20,7 +20,7 @@ from outrider.errors import OutriderError
 from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from router.sessions.verifier_client import DecodeIdle
+from router.sessions.verifier_client import DecodeEnd, DecodeIdle
 from tests.model.drafting import Graft, Subscribe, Unsubscribe
 from tests.model.language import VOCABULARY
 from tests.model.redis import Violation
@@ -207,7 +207,7 @@ class Verifier:
         gaps = (1.0,) * len(tokens)
         link.back.put(ReceivedCommit(session.epoch, commit.position, tokens, gaps, b"", digest, report))
         if commit.last:
-            link.back.put(DecodeEnd(tokens[-1] in session.contract.stop_ids))
+            link.back.put(DecodeEnd())
         for subscription in session.subscriptions.values():
             self._send_commit(subscription, pb.Commit(position=commit.position, tokens=tokens))
 

@@ -351,7 +351,7 @@ class World:
         while events := self.events():
             self.happen(events[0])
         left = [f"{router.name}: {task}" for router in self.routers for task in router.loop.tasks]
-        left += [f"{router.name} runs {name}" for router in self.routers for name in router.inference.running]
+        left += [f"{router.name} runs {name}" for router in self.routers for name in router.inference.calls.running]
         left += [f"{verifier.name} serves {name}" for verifier in self.verifiers for name in verifier.sessions]
         left += [f"{drafter.name} drafts {name}" for drafter in self.drafters for name in drafter.attachments]
         if left:
@@ -377,7 +377,7 @@ class World:
 
     def _owned_by(self, name: str, router: Router) -> bool:
         """Return whether a router owns a session, and has all of it in its memory."""
-        generation = router.inference.running.get(name)
+        generation = router.inference.calls.running.get(name)
         record = self.redis.store.sessions[name].record if name in self.redis.store.sessions else None
         return generation is not None and record is not None and record.running and generation.epoch == record.epoch
 

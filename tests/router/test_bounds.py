@@ -20,7 +20,7 @@ from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer, InferenceStub, add_InferenceServicer_to_server
 from router.api import auth
-from router.api.message_bounds import MAX_FIELDS
+from router.api.auth import MAX_FIELDS
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, drain, running_router, until
 from tests.router.test_tenants import REQUESTS, Metadata, bearer

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from router.drafters import drafter_assignment
+from router.drafters import attached_drafters, drafter_assignment
 from router.sessions import commit_pump
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (
@@ -22,7 +22,7 @@ from tests.router.rig import (
 
 
 async def test_a_frozen_drafter_costs_no_time_and_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_assignment, "RPC_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(attached_drafters, "RPC_TIMEOUT_S", 1.0)
     monkeypatch.setattr(drafter_assignment, "REPLACE_AFTER_S", 0.1)
     verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.1), FakeDrafter(frozen=True), FakeDrafter()
     async with AsyncExitStack() as stack:

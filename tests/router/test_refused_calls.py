@@ -145,10 +145,10 @@ async def test_a_resume_that_takes_a_generation_over_ends_the_earlier_call_at_on
 async def test_the_later_epoch_of_two_resumes_wins_in_any_order(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router.sessions import session_open
+    from router.sessions.takeover import Takeovers
 
     verifier = FakeVerifier(SCRIPT, pace_s=0.2)
-    real, first = session_open.take, True
+    real, first = Takeovers.take, True
 
     async def slowly(*arguments: Any) -> Any:
         nonlocal first
@@ -161,7 +161,7 @@ async def test_the_later_epoch_of_two_resumes_wins_in_any_order(
         call = rig.stub.Generate(ask(max_tokens=8), metadata=mine)
         session = (await call.read()).started.session_id
         call.cancel()
-        monkeypatch.setattr(session_open, "take", slowly)
+        monkeypatch.setattr(Takeovers, "take", slowly)
         early = asyncio.create_task(drain(rig.stub.Resume(resume(session), metadata=mine)))
         await asyncio.sleep(0.2)
         tokens = [

@@ -312,14 +312,14 @@ async def test_log_probabilities_are_logged_and_replayed(redis_url: str) -> None
 async def test_a_client_that_does_not_read_loses_its_slot_and_gets_it_back(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router.api import servicer
+    from router.api import running_calls
     from router.sessions import outbox
 
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.3)
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url, window=1) as rig, announced(verifier, rig.registry, MODEL.digest):
         # gRPC buffers small messages well, so the reader is slow in the router's own eyes: its writes are held back.
-        real, writes = servicer._send, 0
+        real, writes = running_calls._send, 0
 
         async def slowly(*arguments: Any) -> None:
             nonlocal writes
@@ -328,7 +328,7 @@ async def test_a_client_that_does_not_read_loses_its_slot_and_gets_it_back(
                 await asyncio.sleep(60)
             await real(*arguments)
 
-        monkeypatch.setattr(servicer, "_send", slowly)
+        monkeypatch.setattr(running_calls, "_send", slowly)
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
         session = (await call.read()).started.session_id
         events: list[pb.GenerateResponse] = []
@@ -338,7 +338,7 @@ async def test_a_client_that_does_not_read_loses_its_slot_and_gets_it_back(
         await released(rig, session)
         await until(lambda: verifier.open == 0)
         assert len(events) == 2
-        monkeypatch.setattr(servicer, "_send", real)
+        monkeypatch.setattr(running_calls, "_send", real)
         last = events[-1].chunk
         text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
         assert ANSWER[: last.text_offset] + text == ANSWER

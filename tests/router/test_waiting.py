@@ -22,7 +22,9 @@ from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router.sessions import maintenance, session_open
+from router.sessions import maintenance
+from router.sessions.session_open import GenerationOpener
+from router.sessions.takeover import OpenedGeneration
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import ANSWER, MODEL, SCRIPT, Rig, ask, collect, drain, finished_reason, running_router, until
 
@@ -86,14 +88,14 @@ async def test_a_cancel_during_the_begin_of_a_generation_ends_the_generation(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beginning, go_on = asyncio.Event(), asyncio.Event()
-    real = session_open.begin
+    real = GenerationOpener.begin
 
-    async def held_up(*arguments: Any) -> session_open.OpenedGeneration:
+    async def held_up(*arguments: Any) -> OpenedGeneration:
         beginning.set()
         await go_on.wait()
         return await real(*arguments)
 
-    monkeypatch.setattr(session_open, "begin", held_up)
+    monkeypatch.setattr(GenerationOpener, "begin", held_up)
     verifier = FakeVerifier(SCRIPT)
     async with (
         running_router(redis_url) as rig,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.core.control.cost.budget import COST, CostModel
-from verifier_svc.prefill_order import LEAST_CHUNK, SLOWER, PrefillOrder, chunk_beside_others
+from verifier_svc.steps.step_choice import LEAST_CHUNK, SLOWER, PrefillOrder, chunk_beside_others
 
 CHUNK = 100
 BY_ROWS = CostModel([(tokens, tokens * COST.overhead_s) for tokens in range(1, 2 * CHUNK)])  # as on a CPU

@@ -13,7 +13,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
-from verifier_svc.step_broadcast import step_tree
+from verifier_svc.tracing import step_tree
 
 TEXT = (1, 2, 3)
 OPEN, LEARNED = 1, 2  # keys of two drafters

@@ -29,9 +29,9 @@ from outrider.upstream_server.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.prefill_order import LEAST_CHUNK
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
+from verifier_svc.steps.step_choice import LEAST_CHUNK
 
 MODELS = Path(__file__).parents[2] / "models"
 VOCABULARY = 64  # ids that are drafted wrongly; the target has more

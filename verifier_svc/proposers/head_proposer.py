@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core.acceptance import Walk
 from outrider.core.construction.expansion import DrafterFits
@@ -39,30 +39,18 @@ EMA_WEIGHT = 0.2  # weight of the latest round in an average
 FADING = 0.98  # factor on a level's time whenever it is too dear: one slow level does not stop drafting
 
 
-class HeadProposer(Protocol):
-    """Drafts with heads for a step scheduler."""
+class HeadProposer:
+    """Drafts with heads for a step scheduler. This one has none, and drafts nothing."""
 
     def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:
         """Return the drafts of a session that begins in a slot; None: heads draft nothing for it."""
+        return None
 
     def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
         """Keep the features of the rows that the step commits. Called after the pass and before the commit."""
 
     async def draft(self, step: StepBatch, executor: Executor) -> None:
         """Drafts below the new roots, after the step has committed."""
-
-
-class NoHeadProposer(HeadProposer):
-    """Drafts nothing."""
-
-    def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:
-        return None
-
-    def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        pass
-
-    async def draft(self, step: StepBatch, executor: Executor) -> None:
-        pass
 
 
 class _RoundSession(NamedTuple):

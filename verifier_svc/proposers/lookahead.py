@@ -13,8 +13,8 @@ from outrider.core.control.cost.budget import CostModel, VerificationBudget
 from outrider.core.sampling.sampler import Choice
 from outrider.core.tree.node import Node
 from verifier_svc.batch import SessionWork, StepVerdicts
+from verifier_svc.metrics import StepTimes
 from verifier_svc.proposers.ngram_proposer import SENDER, LookaheadProposer
-from verifier_svc.timing import StepTimes
 
 
 class LookaheadPlan(NamedTuple):

@@ -6,23 +6,52 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from outrider.core.control.cost.budget import VerificationBudget, choose_budget
+from outrider.core.control.cost.budget import COST, CostModel, VerificationBudget, choose_budget
 from outrider.core.tree.node import Node
 from outrider.engine.executor import Executor
 from verifier_svc.batch import SessionWork, StepBatch
 from verifier_svc.kv_memory import KvMemory
 from verifier_svc.open_sessions import OpenSessions
-from verifier_svc.prefill_order import PrefillOrder, chunk_beside_others
 from verifier_svc.proposers.lookahead import look_ahead
-from verifier_svc.session import VerifierSession
+from verifier_svc.session import PrefillSession, VerifierSession
 from verifier_svc.steps.step_learning import StepLearning
 
 FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: overrated drafts starve no other session
 LEAST_SHARE = 4
 GRAMMARS_S = 0.01  # seconds that a step waits for grammars' processes
+SLOWER = 2.0  # times as long as without it may a step be for another tenant's prompt
+LEAST_CHUNK = 16  # tokens that a step reads in any case
+
+
+class PrefillOrder:
+    """The order in which sessions get a part of a step's prefill chunk: fair shares between tenants, so that one's long
+    prompts do not hold up the others'.
+
+    The tenant comes first of whose prompts the fewest tokens were read, and within a tenant the session that was opened
+    first. A tenant that had nothing to read starts at the lowest count of those that have, so that nobody saves up
+    credit (Sheng et al., arXiv 2401.00588, algorithm 2). Texts that are only prefilled come last.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, int] = {}  # tokens, by tenant with a prompt to read
+
+    def sort(self, ready: Iterable[VerifierSession]) -> list[VerifierSession]:
+        """Return the sessions in that order; those that only decode come where they may."""
+        sessions = list(ready)
+        reading = {session.tenant for session in sessions if session.unread > 1}
+        lowest = min((self._read[tenant] for tenant in reading & self._read.keys()), default=0)
+        self._read = {tenant: self._read.get(tenant, lowest) for tenant in reading}
+        return sorted(sessions, key=lambda one: (isinstance(one, PrefillSession), self._read.get(one.tenant, 0)))
+
+    def add(self, tenant: str, tokens: int) -> None:
+        """Count tokens of a tenant's prompt as read."""
+        if tenant in self._read:
+            self._read[tenant] += tokens
 
 
 class StepChoice:
@@ -171,6 +200,27 @@ class StepChoice:
             return None
         works = [SessionWork(session, session.cached, session.cached + 1) for session in sessions]
         return StepBatch(works, begun.min_path_score, begun.rate, back_to_back=True, begun=True)
+
+
+def chunk_beside_others(sessions: Sequence[VerifierSession], most: int, cost: CostModel) -> int:
+    """Return how many prompt tokens a step of these sessions reads, `most` at most.
+
+    Where several tenants share the step, it takes at most SLOWER times as long as if only the tenant that needs the
+    fewest rows had its prompts read, by the measured cost of passes, or reads LEAST_CHUNK tokens.
+    """
+    decoding, reading = Counter[str](), Counter[str]()
+    for session in sessions:
+        if session.unread > 1:
+            reading[session.tenant] = min(most, reading[session.tenant] + session.unread)
+        else:
+            decoding[session.tenant] += 1
+    tenants = reading.keys() | decoding.keys()
+    if not reading or len(tenants) == 1:
+        return most
+    rows, least = decoding.total(), min(tenants, key=lambda tenant: reading[tenant] + decoding[tenant])
+    bound = SLOWER * (cost.seconds(rows + reading[least]) + COST.overhead_s) - COST.overhead_s
+    fitting = bisect_right(range(1, most + 1), bound, key=lambda tokens: cost.seconds(rows + tokens))
+    return min(most, max(fitting, LEAST_CHUNK))
 
 
 def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Node]]:

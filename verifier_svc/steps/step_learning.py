@@ -13,9 +13,8 @@ from outrider.core.control.cost.plain_pace import PlainPace
 from outrider.core.control.holds.hold_policy import HoldPolicy
 from verifier_svc.batch import SessionWork, StepBatch
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.metrics import StepMetrics
+from verifier_svc.metrics import StepMetrics, StepTime, StepTimes
 from verifier_svc.session import VerifierSession
-from verifier_svc.timing import StepTime, StepTimes
 
 SessionCommit = tuple[SessionWork, StepCommit]
 
@@ -39,12 +38,12 @@ class StepLearning:
         began = before if step.begun else began
         step.began, step.seconds = began, self.pass_ended - began
         if step.begun:
-            self.times.add(StepTime(step.tokens, step.seconds, 0.0, 0.0))
+            self.times.add(StepTime(step.rows, step.seconds, 0.0, 0.0))
         elif step.back_to_back:
             overhead = began - before - step.waited
-            self.times.add(StepTime(step.tokens, step.seconds, step.waited, overhead))
+            self.times.add(StepTime(step.rows, step.seconds, step.waited, overhead))
             self.cost.observe_overhead(len(step.works), overhead)
-        self.cost.observe(step.tokens, step.seconds)
+        self.cost.observe(step.rows, step.seconds)
 
     def on_commits(self, step: StepBatch, commits: Sequence[SessionCommit]) -> None:
         """Have `learn_latest` learn from a step."""
@@ -61,6 +60,6 @@ class StepLearning:
             self.steering.on_step(sessions, made, step.prompt_tokens, step.since_last)
         else:
             self.steering.on_unmeasured_step(sessions)
-        self.metrics.record_pass(step.tokens, step.seconds, step.waited)
+        self.metrics.record_pass(step.rows, step.seconds, step.waited)
         for work, commit in commits:
             self.metrics.record_commit(commit.report, len(commit.choices), work.session.contract.adapter)

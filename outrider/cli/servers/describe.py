@@ -335,8 +335,7 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
 
 
 async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Rows:
-    from outrider.client._access import Access
-    from outrider.client._connection import resolve
+    from outrider.client._connection import Access, resolve
     from outrider.wire import inference
 
     stub = inference.InferenceStub(channel)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.cli.verification.compare import Difference, Verdict, difference, verdict
 from outrider.cli.verification.distribution_check import LEVEL, p_value
 from outrider.client import AsyncClient, Generation
-from outrider.client._grammar import grammar_of
+from outrider.client._terms import grammar_of
 from outrider.core.session.contract import LOSSY, SHARED_NOISE, Contract, RuleName
 from outrider.engine.checkpoints.checkpoint import read_tokenizer
 from outrider.errors import ConfigError, InternalError, Overloaded

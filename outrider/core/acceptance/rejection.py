@@ -67,7 +67,6 @@ class LenientSpeculativeSampling(SpeculativeSampling):
     """
 
     name = "lenient-speculative-sampling"
-    lossy = True
 
     def __init__(self, lenience: float) -> None:
         """`lenience` is above 0 and at most 1; 1 is lossless."""

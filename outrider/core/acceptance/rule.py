@@ -58,7 +58,6 @@ class Rule(Protocol):
 
     name: str
     child_sampling: ChildSampling
-    lossy: bool = False  # whether the text's distribution differs from the target's own
     chain: bool = False  # whether the rule is for a single drafted path
 
     def walk(self, rows: VerifiedRows, judge: Judge, rng: RandomSource) -> Walk:

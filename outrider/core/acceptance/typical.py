@@ -17,7 +17,6 @@ class TypicalAcceptance(Rule):
 
     name = "typical-acceptance"
     child_sampling = ChildSampling.RANKED
-    lossy = True
 
     def __init__(self, epsilon: float, delta: float) -> None:
         """`epsilon` is the upper threshold, `delta` the factor of the entropy's; Medusa uses delta = sqrt(epsilon)."""

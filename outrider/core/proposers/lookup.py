@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
+from outrider.config import LookupMethod
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import Candidates
 from outrider.core.construction.self_repetition import RepeatFit, Repeats
@@ -28,9 +29,6 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import ConfigError
-
-LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]
-LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
 
 LONGEST_END = 64  # tokens of the text's end that sources receive; no source uses more
 MIN_CHANCE = 1e-6  # lower bound of a proposed token's probability

@@ -6,7 +6,7 @@ import re
 import reprlib
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 from outrider.core.answers.reasoning import Reasoning
@@ -49,6 +49,17 @@ MAX_USUAL_MIN_P = 0.3
 MAX_USUAL_TEMPERATURE = 1.5
 
 EstimatesT = TypeVar("EstimatesT")
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # the model's end of text, or a stop string
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ABANDONED = "abandoned"  # the call broke off, and no client resumed it in time
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,3 @@ class ReceivedCommit:
     digest: int  # over the session with these tokens
     report: StepReport
     contributions: tuple[DrafterContribution, ...] = ()  # one for each drafter, where there are several
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeEnd:
-    """The generation ended by its contract."""
-
-    stopped: bool  # True: by a stop id; False: by max_tokens

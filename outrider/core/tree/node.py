@@ -46,3 +46,11 @@ class Node:
             yield node
             assert node.parent is not None
             node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """Yield the node itself and all nodes below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

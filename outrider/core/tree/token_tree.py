@@ -7,16 +7,15 @@ and a score subtracts the root's sum, so that re-rooting costs nothing for the n
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.committed_window import ALIAS_SPAN, CommittedWindow
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
+from outrider.core.tree.ranking import Ranking, best_first
 from outrider.core.tree.sender_ids import IdTable, SenderIds
 from outrider.errors import InvalidRequest
 
@@ -26,15 +25,6 @@ class GraftResult(NamedTuple):
 
     added: list[Node]  # nodes that no drafter had sent before, parents before children
     dropped: list[tuple[int, int]]  # (sender, id) of nodes that are left out although they do not contradict the text
-
-
-class _Ranking(NamedTuple):
-    """The best nodes of a tree that has not changed since."""
-
-    depth: int
-    width: int
-    found: list[tuple[float, Node]]
-    rest: Iterator[tuple[float, Node]]
 
 
 def as_claimed(edge: float) -> float:
@@ -61,17 +51,12 @@ class TokenTree:
         self.root = Node(tokens[-1], len(tokens) - 1, None, 0.0)
         self.ids = IdTable()
         self.committed = CommittedWindow(tokens, known)
-        self._ranking: _Ranking | None = None  # of the tree as it is; None after a change
+        self._ranking: Ranking | None = None  # of the tree as it is; None after a change
 
     @property
     def digest(self) -> int:
         """The digest over all committed tokens."""
         return self.committed.digest
-
-    @property
-    def length(self) -> int:
-        """The number of committed tokens."""
-        return self.root.position + 1
 
     def score(self, node: Node) -> float:
         """Return the node's path score, 0 to 1."""
@@ -108,13 +93,10 @@ class TokenTree:
     def rescore(self, node: Node, edge: float) -> None:
         """Replace a node's edge score and update the path scores below it."""
         self._ranking = None
-        stack = [node]
         difference = edge - node.edge
         node.edge = edge
-        while stack:
-            below = stack.pop()
+        for below in node.subtree():
             below.log_score += difference
-            stack.extend(below.children.values())
 
     def graft(
         self, sender: int, delta: Delta, calibrate: Callable[[float], float] = as_claimed, *, origin: int | None = None
@@ -205,43 +187,15 @@ class TokenTree:
         self._discard_subtree(node)
 
     def best_first(self, *, depth: int, width: int) -> Iterator[tuple[float, Node]]:
-        """Yield path scores and nodes, best first, hence parents before children.
-
-        Only the `width` best children of a node and nodes at most `depth` levels below the root are yielded.
-
-        Source: OPT-Tree (Wang et al., arXiv 2406.17276), section 3: any prefix of this order maximises the sum of
-        path scores, which is the expected number of accepted tokens, among all trees of its size.
-        """
-        last = self.root.position + depth
-        origin = self.root.log_score
-        order = 0
-        heap: list[tuple[float, int, Node]] = []
-
-        def push(parent: Node) -> None:
-            nonlocal order
-            if parent.position >= last or not parent.children:
-                return
-            children = list(parent.children.values())
-            if len(children) > width:
-                children = heapq.nlargest(width, children, key=lambda child: child.edge)
-            for child in children:
-                order += 1
-                heapq.heappush(heap, (origin - child.log_score, order, child))
-
-        push(self.root)
-        while heap:
-            cost, _, node = heapq.heappop(heap)
-            yield math.exp(-cost), node
-            push(node)
+        """Yield path scores and nodes, best first; see `ranking.best_first`."""
+        return best_first(self.root, depth=depth, width=width)
 
     def best(self, count: int, *, depth: int, width: int) -> list[tuple[float, Node]]:
         """Return the first `count` of `best_first`, or all if there are fewer. It costs nothing to ask again while the
         tree is the same."""
-        ranking = self._ranking
-        if ranking is None or (ranking.depth, ranking.width) != (depth, width):
-            ranking = self._ranking = _Ranking(depth, width, [], self.best_first(depth=depth, width=width))
-        ranking.found.extend(islice(ranking.rest, max(0, count - len(ranking.found))))
-        return ranking.found[:count]
+        if self._ranking is None or (self._ranking.depth, self._ranking.width) != (depth, width):
+            self._ranking = Ranking(self.root, depth=depth, width=width)
+        return self._ranking.first(count)
 
     def levels(self) -> Iterator[list[Node]]:
         """Yield the nodes at depth 1, 2, and so on. Siblings stand side by side, in the order in which they were
@@ -257,14 +211,13 @@ class TokenTree:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the tree's data structures contradict one another. For tests."""
-        live = [self.root]
+        live = [*self.root.subtree()]
         for node in live:
             for token, child in node.children.items():
                 assert child.token == token
                 assert child.parent is node
                 assert child.position == node.position + 1
                 assert abs(child.log_score - node.log_score - child.edge) < 1e-9
-                live.append(child)
         assert len(live) == self.size + 1
         assert self.committed.last == self.root.position
         self.ids.check_integrity(live[1:], self.root.position - ALIAS_SPAN, self.root.position)
@@ -314,26 +267,16 @@ class TokenTree:
         `dropped`."""
         if self.size < self.capacity or token in parent.children:
             return True
-        worst = min(self._leaves(), key=lambda leaf: leaf.log_score)
+        leaves = (node for node in self.root.subtree() if not node.children and node is not self.root)
+        worst = min(leaves, key=lambda leaf: leaf.log_score)
         if worst.log_score >= log_score or worst is parent:
             return False
         dropped += worst.names
         self.remove(worst)
         return True
 
-    def _leaves(self) -> Iterator[Node]:
-        stack = [self.root]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if not node.children and node is not self.root:
-                yield node
-
     def _discard_subtree(self, top: Node) -> None:
         self._ranking = None
-        stack = [top]
-        while stack:
-            node = stack.pop()
+        for node in top.subtree():
             self.size -= 1
             self.ids.remove(node)
-            stack.extend(node.children.values())

@@ -23,7 +23,7 @@ from outrider.core.acceptance.rejection import RecursiveRejection, remove_token,
 from outrider.core.acceptance.rule import Judge, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.sampler import Choice
-from outrider.core.session.contract import LOSSY, RULES, Contract
+from outrider.core.session.contract import RULES, Contract
 from outrider.core.session.digest import PHI, mix64
 from outrider.core.tree.static_trees import Shape, chain_shape, size_of
 from tests.core.acceptance.enumeration import (
@@ -74,10 +74,9 @@ def test_outcomes_enumerate_every_random_result_with_its_probability() -> None:
     )
 
 
-def test_every_rule_of_the_contract_is_known_and_reports_whether_it_is_lossy() -> None:
+def test_every_rule_of_the_contract_is_known() -> None:
     for name in RULES:
         assert rule(name).name == name
-        assert rule(name).lossy == (name in LOSSY)
 
 
 def cases() -> Iterator[Any]:
@@ -316,7 +315,7 @@ def test_lenience_accepts_more_and_makes_no_token_more_than_that_much_likelier(l
 
 def test_typical_acceptance_is_lossy_and_takes_the_longest_path_of_likely_tokens() -> None:
     typical = rule("typical-acceptance")
-    assert typical.lossy
+    assert Contract(seed=0, max_tokens=1, rule=typical.name).lossy
     language = Language(3, PLAIN, seed=4)
     paths: list[Path] = [(), (0,), (1,), (2,), (0, 0), (1, 1), (2, 0), (2, 0, 1)]
     tree = Tree(paths, [-1, *(paths.index(path[:-1]) for path in paths[1:])])

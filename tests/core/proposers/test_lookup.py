@@ -1,13 +1,15 @@
 """Drafting without a model: whatever is proposed is worth its rows, and every way is had by its name."""
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.config import LookupMethod
 from outrider.core.construction.self_repetition import Repeats
-from outrider.core.proposers.lookup import LOOKUP_METHODS, Lookups, fits, grow
+from outrider.core.proposers.lookup import Lookups, fits, grow
 from outrider.core.session.contract import RULES, Contract
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import ConfigError
@@ -85,6 +87,6 @@ def test_rules_that_want_a_q_are_not_for_lookups() -> None:
 
 
 def test_retrieval_needs_a_store() -> None:
-    assert set(LOOKUP_METHODS) == {"prompt-lookup", "suffix", "retrieval"}
+    assert set(get_args(LookupMethod)) == {"prompt-lookup", "suffix", "retrieval"}
     with pytest.raises(ConfigError, match="outrider index"):
         Lookups("retrieval", None)

@@ -72,7 +72,7 @@ def test_a_commit_off_the_tree_leaves_an_empty_one() -> None:
     assert [node.token for node in tree.commit([5, 9])] == [5]
     assert tree.size == 0
     assert tree.root.token == 9
-    assert tree.length == 3
+    assert tree.committed.last == 2
     tree.check_integrity()
 
 
@@ -256,7 +256,7 @@ def test_the_error_of_drift_names_the_position() -> None:
 def test_a_new_node_has_its_depth_and_path_and_no_judgement() -> None:
     tree = TokenTree([1, 2])
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
-    assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
+    assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.committed.last) == ([5, 6], 2, 0, 1)
     assert (tree.root.token, tree.root.position) == (2, 1)
     assert (low.row, low.claim, low.q, low.expanded, low.rescored) == (-1, None, None, False, False)
     assert [node.token for node in low.ancestors(tree.root)] == [6, 5]

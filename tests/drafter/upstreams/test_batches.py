@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafter_svc.upstreams import upstream as upstreams
+from drafter_svc.upstreams import outgoing
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.tree.delta import Delta
 from outrider.v1 import drafter_pb2 as pb
@@ -43,7 +43,7 @@ async def test_an_upstream_that_takes_no_batches_gets_each_delta_alone(rig: Rig)
 
 async def test_a_message_of_deltas_ends_at_its_byte_limit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     delta = delta_to_pb(DELTA, attachment=1, epoch=1, plan_version=1, exhausted=False)
-    monkeypatch.setattr(upstreams, "BATCH_BYTES", delta.ByteSize())
+    monkeypatch.setattr(outgoing, "BATCH_BYTES", delta.ByteSize())
     await welcome(rig, batches=True)
     queue(rig, 1, 2, 3, 4, 5)
     await rig.stream.settle()

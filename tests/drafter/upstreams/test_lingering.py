@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from drafter_svc.upstreams import upstream as upstreams
-from drafter_svc.upstreams.upstream import LINGER_S, Attachment, Upstream
+from drafter_svc.upstreams import outgoing
+from drafter_svc.upstreams.outgoing import LINGER_S
+from drafter_svc.upstreams.upstream import Attachment, Upstream
 from outrider.core.tree.delta import Delta
 from outrider.v1 import drafter_pb2 as pb
 from tests.drafter.fake_stream import FakeStream
@@ -82,7 +83,7 @@ async def test_a_delta_waits_for_no_longer_than_a_moment(opens: Opens) -> None:
 
 
 async def test_a_frame_that_is_no_delta_does_not_wait(opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstreams, "LINGER_S", 60.0)
+    monkeypatch.setattr(outgoing, "LINGER_S", 60.0)
     made = await opens(QUICK)
     async with asyncio.timeout(30.0):
         sends = (lambda: made.upstream.send(made.key, delta(1), 1, False), lambda: made.upstream.detach(made.key))

@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.errors import OutriderError
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving
@@ -241,16 +240,6 @@ async def test_a_frame_of_an_upstream_takes_a_small_multiple_of_its_bytes(
         await stub.Detach(pb.DetachRequest(session_id=session, epoch=1))
 
 
-class Waiting:
-    """A generation that waits for its verifier."""
-
-    def __init__(self) -> None:
-        self.failed: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
-
-    def on_failure(self, error: OutriderError) -> None:
-        self.failed.set_result(error)
-
-
 async def test_an_answer_of_a_verifier_takes_its_router_a_small_multiple_of_its_bytes() -> None:
     async def decode(requests: AsyncIterator[bytes], context: Any) -> None:
         await anext(requests)
@@ -263,10 +252,11 @@ async def test_an_answer_of_a_verifier_takes_its_router_a_small_multiple_of_its_
         open_channel(address) as channel,
     ):
         worker = Worker("verifier-1", "verifier", address, "target", b"digest", 4096, 64, 1, 0, 0)
-        link, generation, peak = VerifierLink(worker, channel, lease_s=10.0), Waiting(), Peak(os.getpid())
-        link.begin(generation, verifier_pb2.DecodeStart())  # type: ignore[arg-type]
+        link, peak = VerifierLink(worker, channel, lease_s=10.0), Peak(os.getpid())
+        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        link.begin(failed.set_result, verifier_pb2.DecodeStart())
         async with asyncio.timeout(20):
-            error = await generation.failed
+            error = await failed
         await link.close()
     assert "no message of this protocol" in str(error)
     assert peak.growth < GROWTH

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.wire import message_bounds
-from router.api.message_bounds import MAX_FIELDS
+from router.api.auth import MAX_FIELDS
 
 
 def more_fields_than(most: int, request: bytes) -> bool:

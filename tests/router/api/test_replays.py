@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.core.session.contract import Contract
 from outrider.limits.fair_turns import LoopTurns
-from router.api.servicer import _send
+from router.api.running_calls import _send
 from router.sessions.response import ResponsePart
 
 REPLAYED = ResponsePart(1, (1, 2), (), b"", "ab", 2)

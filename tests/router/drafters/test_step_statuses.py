@@ -9,7 +9,7 @@ import pytest
 
 from outrider.core.session.speculation_status import MAX_DETAIL
 from outrider.v1 import types_pb2
-from router.drafters import drafter_assignment
+from router.drafters import attached_drafters, drafter_assignment
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, ask, collect, running_router
 
@@ -56,7 +56,7 @@ async def test_a_model_that_verifies_no_trees_has_the_reason_reported(redis_url:
 
 
 async def test_a_drafter_that_does_not_answer_is_unreachable(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_assignment, "RPC_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(attached_drafters, "RPC_TIMEOUT_S", 0.05)
     found = await speculation(redis_url, FakeVerifier(SCRIPT, pace_s=0.01), FakeDrafter(frozen=True))
     assert Reason.Name(found.reason) == "SPECULATION_REASON_UNREACHABLE"
 

@@ -16,6 +16,7 @@ import transformers
 
 from outrider.config import RouterConfig
 from outrider.errors import CheckpointError, InvalidRequest
+from outrider.grammar.processes import INHERITED
 from outrider.v1 import inference_pb2 as pb
 from router.requests import chat_template as chat_module
 from router.requests.chat_template import ChatTemplate, TemplateMessage, read_chat_template
@@ -238,7 +239,7 @@ def test_the_template_process_has_none_of_the_routers_secrets(monkeypatch: pytes
         environment = Path(f"/proc/{process}/environ").read_text(encoding="utf-8")
     finally:
         template.close()
-    assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(chat_module.ENVIRONMENT)
+    assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(INHERITED)
 
 
 def test_a_folder_without_a_template_starts_no_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ async def opened() -> DecodeStream:
     stream = DecodeStream(worker, QuietLink(), start("a"))  # type: ignore[arg-type]
     opening = asyncio.create_task(stream.open())
     await asyncio.sleep(0)
-    stream.on_started(verifier_pb2.DecodeStarted(handle=1))
+    stream.receive(verifier_pb2.DecodeStarted(handle=1))
     await opening
     return stream
 
@@ -89,11 +89,11 @@ def commit(position: int, tokens: int, gaps: int) -> verifier_pb2.DecodeCommit:
 
 async def test_commits_before_a_malformed_one_count_and_later_ones_do_not() -> None:
     stream = await opened()
-    stream.on_commit(commit(3, 1, 1))
-    stream.on_commit(commit(4, 2, 1))
-    stream.on_commit(commit(4, 1, 1))
-    stream.on_ended(verifier_pb2.DecodeEnded(handle=1, reason=types_pb2.FINISH_REASON_LENGTH))
-    stream.on_failure(Moved("too late"))
+    stream.receive(commit(3, 1, 1))
+    stream.receive(commit(4, 2, 1))
+    stream.receive(commit(4, 1, 1))
+    stream.receive(verifier_pb2.DecodeEnded(handle=1, reason=types_pb2.FINISH_REASON_LENGTH))
+    stream.receive(Moved("too late"))
     event = await stream.next()
     assert isinstance(event, ReceivedCommit)
     assert event.position == 3
@@ -107,7 +107,7 @@ async def test_a_verifier_that_sends_before_the_start_is_given_up() -> None:
     stream = DecodeStream(worker, QuietLink(), start("a"))  # type: ignore[arg-type]
     opening = asyncio.create_task(stream.open())
     await asyncio.sleep(0)
-    stream.on_commit(commit(3, 1, 1))
+    stream.receive(commit(3, 1, 1))
     with pytest.raises(Unavailable, match="did not begin with DecodeStarted"):
         await opening
 
@@ -115,7 +115,7 @@ async def test_a_verifier_that_sends_before_the_start_is_given_up() -> None:
 async def test_an_idle_stream_reports_that_its_verifier_is_alive_once() -> None:
     stream = await opened()
     for _ in range(3):
-        stream.on_heartbeat()
+        stream.receive(None)
     assert isinstance(await stream.next(), DecodeIdle)
     waiting = asyncio.create_task(stream.next())
     await asyncio.sleep(0)

@@ -22,7 +22,7 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
     client = connect(redis_url)
     registry = Registry(client)
     worker_pool = WorkerPool(registry)
-    router: Any = SimpleNamespace(
+    resources: Any = SimpleNamespace(
         worker_pool=worker_pool,
         verifier_links=VerifierLinks(worker_pool.channels.to, 5.0),
         config=SimpleNamespace(window=8, lease_s=5.0),
@@ -35,12 +35,13 @@ async def test_a_stream_that_cannot_be_begun_raises_the_real_error_and_counts_no
         response=SimpleNamespace(start=2, digest=0),
         left_s=1.0,
     )
+    places: Any = {"kv_holder": "", "on_attempt": lambda _: None, "stalled": []}
     token_log: Any = SimpleNamespace(tokens=[1, 2], epoch=1, origin=None)
     async with announced(FakeVerifier([1]), registry, MODEL.digest):
         (worker,) = await worker_pool.verifiers(MODEL.name)
         await worker_pool.channels.to(worker).close()
         with pytest.raises(grpc.aio.UsageError, match="closed"):
-            async with open_stream(router, opened, token_log, contract, OFF, "", lambda _: None, []):
+            async with open_stream(resources, opened, token_log, contract=contract, plan=OFF, **places):
                 pass
         assert worker_pool.sessions(worker) == 0
     await worker_pool.channels.close()

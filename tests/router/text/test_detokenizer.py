@@ -16,7 +16,7 @@ from outrider.core.session.contract import Contract
 from outrider.limits.fair_turns import LoopTurns
 from outrider.store.records import SessionTurn
 from router.counters.usage_stats import UsageStats
-from router.sessions.session_open import _new_response as answer_of
+from router.sessions.takeover import new_response as answer_of
 from router.text.detokenizer import AnswerText, Detokenizer, StopStrings
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[3] / "models" / "target" / "tokenizer.json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.text.token_text import TokenText
+from router.requests.served_models import TokenText
 from tests.router.rig import MODEL
 
 TEXTS = ["def f(x):\n    return x  # é🙂\n", " leading", "naïve — “quotes” 日本語", "\t\x00\x7f"]

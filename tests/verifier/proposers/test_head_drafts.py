@@ -34,7 +34,7 @@ from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
 from tests.engine.taught import random_heads, target_with_heads, taught_heads
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.proposers.head_proposer import NoHeadProposer, SpeculatorProposer
+from verifier_svc.proposers.head_proposer import HeadProposer, SpeculatorProposer
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load, make_head_proposer
 from verifier_svc.session import SessionStart, VerifierSession
@@ -350,4 +350,4 @@ def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(targ
     config = VerifierConfig(model=target, heads=tmp_path, slots=2)
     assert isinstance(make_head_proposer(config, load(config)[0]), SpeculatorProposer)
     config = VerifierConfig(model=target, slots=2)
-    assert isinstance(make_head_proposer(config, load(config)[0]), NoHeadProposer)
+    assert type(make_head_proposer(config, load(config)[0])) is HeadProposer

@@ -75,8 +75,8 @@ def test_a_session_alone_tries_its_window_and_the_step_counts_its_rows() -> None
     session = session_of(NgramProposers(ahead=True))
     step, budget = select(loop_of(CHEAP), [session])
     assert windows_in(step) == [ROWS]
-    assert step.tokens == 1 + len(step.works[0].nodes) + ROWS
-    assert budget.seconds >= CHEAP.seconds(step.tokens)
+    assert step.rows == 1 + len(step.works[0].nodes) + ROWS
+    assert budget.seconds >= CHEAP.seconds(step.rows)
     assert step.works[0].window_cost_tokens > 0.0
 
 
@@ -106,7 +106,7 @@ def test_nodes_and_windows_together_keep_to_the_steps_limit(most: int) -> None:
         assert isinstance(session.ngram_proposer, LookaheadProposer)
         session.ngram_proposer.trial_gate = Always()
     step = step_of(sessions, CHEAP, most)
-    assert step.tokens - len(sessions) <= most
+    assert step.rows - len(sessions) <= most
 
 
 def test_no_session_looks_ahead_when_guesses_are_useless() -> None:
