@@ -51,7 +51,7 @@ class ServedModel:
     token_text: TokenText = field(init=False)  # maps a token to its bytes
     marks: frozenset[int] = field(
         init=False
-    )  # special tokens that have text, because calls and reasoning begin with them
+    )  # tokens that have text although they are special, because calls and reasoning begin with them
 
     @property
     def form(self) -> ModelForm:
@@ -68,18 +68,19 @@ class ServedModel:
 
     def calls_grammar(self, tools: Tools) -> Grammar:
         """Return the grammar of an answer that has to call tools, which the model knows."""
-        return calls_grammar(FORMATS[self.form.tool_format], tools, self._special_id)
+        return calls_grammar(FORMATS[self.form.tool_format], tools, self._added_id)
 
-    def _special_id(self, text: str) -> int | None:
+    def _added_id(self, text: str) -> int | None:
+        """Return the id of an added token. Grammars let no text stand for one, be it special or not."""
         added = self.tokenizer.get_added_tokens_decoder()
-        return next((id_ for id_, token in added.items() if token.special and token.content == text), None)
+        return next((id_ for id_, token in added.items() if token.content == text), None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
         written = (BEGIN, END) if self.form.reasoning else ()
         if (tool_format := FORMATS.get(self.form.tool_format)) is not None:
             written = (*written, *tool_format.written)
-        found = (self._special_id(text) for text in written)
+        found = (self._added_id(text) for text in written)
         object.__setattr__(self, "marks", frozenset(id_ for id_ in found if id_ is not None))
 
     async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """What answers have around calls, which may be special tokens."""
+        """What answers have around calls, which may be added tokens."""
         texts = (self.begin.strip(), self.end.strip(), self.separator, CALL_ID if self.separator else "")
         return tuple(text for text in texts if text)
 
@@ -103,36 +103,36 @@ def _checked(index: int, tool: Any) -> Mapping[str, Any]:
     return function
 
 
-def calls_grammar(form: ToolFormat, tools: Tools, special: Callable[[str], int | None]) -> Grammar:
-    """Return the grammar of an answer that is one or more calls; `special` returns the id of a special token, None for
+def calls_grammar(form: ToolFormat, tools: Tools, added: Callable[[str], int | None]) -> Grammar:
+    """Return the grammar of an answer that is one or more calls; `added` returns the id of an added token, None for
     another text."""
     functions = [tool["function"] for tool in tools.definitions]
     wanted = [function for function in functions if tools.name in ("", function["name"])]
-    begin, end, between = (_terminals(text, special) for text in (form.begin, form.end, form.between))
+    begin, end, between = (_terminals(text, added) for text in (form.begin, form.end, form.between))
     call, opening, closing = (
         ("function", f'{begin} "[" ', ' "]"') if form.listed else (f"{begin} function {end}", "", "")
     )
     more = "" if tools.single or tools.name else f" ({between} call){{0,{MAX_CALLS - 1}}}"
     rules = [f"start: {opening}call{more}{closing}", f"call: {call}"]
     rules.append("function: " + " | ".join(f"f{index}" for index in range(len(wanted))))
-    rules += [f"f{index}: {_call(form, function, special)}" for index, function in enumerate(wanted)]
+    rules += [f"f{index}: {_call(form, function, added)}" for index, function in enumerate(wanted)]
     return Grammar("lark", "\n".join(rules))
 
 
-def _call(form: ToolFormat, function: Mapping[str, Any], special: Callable[[str], int | None]) -> str:
+def _call(form: ToolFormat, function: Mapping[str, Any], added: Callable[[str], int | None]) -> str:
     """Return what a call of a function is, in Lark's form."""
     if not form.separator:
         return f"%json {json.dumps(_call_schema(form, function))}"
-    number = f"({_terminals(CALL_ID, special)} /[a-zA-Z0-9]{{9}}/)? " if special(CALL_ID) is not None else ""
+    number = f"({_terminals(CALL_ID, added)} /[a-zA-Z0-9]{{9}}/)? " if added(CALL_ID) is not None else ""
     arguments = {**_arguments_schema(function), "x-guidance": COMPACT}
-    name, separator = json.dumps(function["name"]), _terminals(form.separator, special)
+    name, separator = json.dumps(function["name"]), _terminals(form.separator, added)
     return f"{name} {number}{separator} %json {json.dumps(arguments)}"
 
 
-def _terminals(text: str, special: Callable[[str], int | None]) -> str:
-    """Return the text in Lark's form, a special token in it as such."""
+def _terminals(text: str, added: Callable[[str], int | None]) -> str:
+    """Return the text in Lark's form, an added token in it as such."""
     bare = text.strip()
-    id_ = special(bare) if bare else None
+    id_ = added(bare) if bare else None
     if id_ is None:
         return json.dumps(text) if text else ""
     parts = text.partition(bare)
