@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outrider.core.answers.reasoning import BEGIN, END
+from outrider.core.answers.schemas import closed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -86,7 +87,8 @@ class CompiledGrammar:
         )
         try:
             if kind == "json_schema":
-                source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+                schema = json.dumps(closed(json.loads(text)))
+                source = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
             elif kind == "choices":
                 source = llguidance.grammar_from("choice", _checked_choices(text))
             else:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.answers.schemas import closed, nested
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
@@ -140,9 +141,10 @@ def _terminals(text: str, added: Callable[[str], int | None]) -> str:
 
 
 def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = nested(_arguments_schema(function), f"/properties/{form.arguments}")
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: _arguments_schema(function)},
+        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
         "required": ["name", form.arguments],
         "additionalProperties": False,
         "x-guidance": COMPACT,
@@ -150,7 +152,10 @@ def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the schema of a function's arguments. One that says nothing of them has none."""
+    given = function.get("parameters") or {}
+    says_nothing = given.keys() <= {"type", "title", "description", "required", "$schema"}
+    return closed({**given, "type": "object", "properties": {}} if says_nothing else given)
 
 
 def read_calls(field: str, text: str, bounds: JsonBounds) -> tuple[dict[str, Any], ...]:
