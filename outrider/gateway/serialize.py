@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, ModelAdapter, TokenLogprobs
-from outrider.core.answers.answer_reader import AnswerReader
+from outrider.core.answers.answer_reader import AnswerReader, ModelForm
 from outrider.core.answers.call_reader import REASONING, CallPiece
+from outrider.core.answers.formats import FORMATS, short_id
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -91,7 +92,9 @@ class ChatForm:
             message["reasoning_content"] = reasoning
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = [{"id": _call_id(), **_call(call.name, call.arguments)} for call in calls]
+            message["tool_calls"] = [
+                {"id": _call_id(generation.form, call.id), **_call(call.name, call.arguments)} for call in calls
+            ]
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
 
@@ -102,7 +105,8 @@ class ChatForm:
         index = piece.index
         if index not in self._readers:
             self._readers[index] = piece.make_reader()
-        deltas = [self._piece(index, part) for part in self._readers[index].read(piece.text)]
+        reader = self._readers[index]
+        deltas = [self._piece(index, reader.form, part) for part in reader.read(piece.text) if not part.failed]
         if piece.entries is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
             deltas[0]["logprobs"] = _rows(piece.entries)
@@ -110,16 +114,17 @@ class ChatForm:
 
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
-        left = [] if reader is None else [self._piece(index, piece) for piece in reader.finish()]
-        why = _with_calls(reason, reader is not None and reader.called)
-        return [*left, self._delta(index, {}, None, why)]
+        if reader is None:
+            return [self._delta(index, {}, None, reason)]
+        left = [self._piece(index, reader.form, piece) for piece in reader.finish() if not piece.failed]
+        return [*left, self._delta(index, {}, None, _with_calls(reason, reader.called))]
 
-    def _piece(self, index: int, piece: CallPiece) -> Json:
+    def _piece(self, index: int, form: ModelForm, piece: CallPiece) -> Json:
         if piece.call < 0:
             name = "reasoning_content" if piece.call == REASONING else "content"
             return self._delta(index, {name: piece.text}, None, None)
         if piece.name:
-            call = {"index": piece.call, "id": _call_id(), **_call(piece.name, piece.text)}
+            call = {"index": piece.call, "id": _call_id(form, piece.id), **_call(piece.name, piece.text)}
         else:
             call = {"index": piece.call, "function": {"arguments": piece.text}}
         return self._delta(index, {"tool_calls": [call]}, None, None)
@@ -128,8 +133,10 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def _call_id(form: ModelForm, given: str) -> str:
+    """Return the id of a call: the one that the model has `given`, or a new one."""
+    new = f"call_{secrets.token_hex(12)}"
+    return given or (short_id(new) if FORMATS[form.tool_format].short_ids else new)
 
 
 def _call(name: str, arguments: str) -> Json:

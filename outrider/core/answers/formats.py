@@ -5,7 +5,9 @@ A model's form follows from its chat template, which shows the calls of earlier 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ class ToolFormat(NamedTuple):
     listed: bool  # all calls are in one JSON list
     marks: tuple[str, ...]  # in the chat templates of such models
     separator: str = ""  # between name and arguments; empty: a call is one object
+    short_ids: bool = False  # the template takes only ids of nine letters and digits: see `short_id`
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -44,11 +47,20 @@ FORMATS = {
     each.name: each
     for each in (
         ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments", False, ("<tool_call>",)),
-        ToolFormat("mistral11", "[TOOL_CALLS]", "", "", "arguments", False, ("[TOOL_CALLS]", "[ARGS]"), "[ARGS]"),
-        ToolFormat("mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")),
+        ToolFormat("mistral11", "[TOOL_CALLS]", "", "", "arguments", False, ("[TOOL_CALLS]", "[ARGS]"), "[ARGS]", True),
+        ToolFormat(
+            "mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "", True
+        ),
         ToolFormat("llama3", "", "", "; ", "parameters", False, ("<|start_header_id|>", '"parameters"')),
     )
 }  # by name; hermes: Hermes 2 Pro and later, Qwen 2.5 and 3; mistral11: tokenizers from version 11 on; llama3: from 3.1
+
+
+def short_id(given: str) -> str:
+    """Return the id of a call as such templates take it: the same for the same one."""
+    if re.fullmatch(r"[a-zA-Z0-9]{9}", given):
+        return given
+    return hashlib.blake2b(given.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 class Tools(NamedTuple):
@@ -155,7 +167,8 @@ def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a function's arguments. One that says nothing of them has none."""
     given = function.get("parameters") or {}
     says_nothing = given.keys() <= {"type", "title", "description", "required", "$schema"}
-    return closed({**given, "type": "object", "properties": {}} if says_nothing else given)
+    schema: Mapping[str, Any] = closed({**given, "type": "object", "properties": {}} if says_nothing else given)
+    return schema
 
 
 def read_calls(field: str, text: str, bounds: JsonBounds) -> tuple[dict[str, Any], ...]:
