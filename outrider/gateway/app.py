@@ -18,7 +18,7 @@ from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
-from outrider.gateway.errors import body, invalid, response
+from outrider.gateway.errors import NO_NAMES, body, invalid, response
 from outrider.gateway.held_answers import AnswerBounds, HeldAnswersLimit, answers_of
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
@@ -71,6 +71,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
             parsed = await parse_body(kind, body)
             body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
             options = parsed.options()
+            request.state.names = parsed.names
             await asyncio.sleep(0)
             groups = await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
             terms = parsed.terms
@@ -126,7 +127,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.exception_handler(OutriderError)
     async def refused(request: Request, error: OutriderError) -> Response:
-        return response(error)
+        return response(error, getattr(request.state, "names", NO_NAMES))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

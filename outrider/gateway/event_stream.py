@@ -77,7 +77,7 @@ async def server_sent_events(
             usage, metrics = serialize.cost(generations, asked.n), serialize.speculation(generations)
             yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage, **metrics))
     except OutriderError as error:
-        yield _event(refusal(error).body)
+        yield _event(refusal(error, asked.names).body)
         return
     yield "data: [DONE]\n\n"
 

@@ -35,6 +35,7 @@ class TemplateMessage(NamedTuple):
     content: str
     tool_calls: tuple[Any, ...] = ()  # calls that the assistant made, in OpenAI's form, with arguments as objects
     tool_call_id: str = ""  # of the call whose result it is
+    reasoning_content: str = ""  # what the assistant wrote before its answer
 
     @property
     def for_template(self) -> dict[str, Any]:

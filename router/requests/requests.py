@@ -237,7 +237,8 @@ def _prompt(
     if request.messages:
         if kind is not None:
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
-        characters = sum(len(message.content) + len(message.tool_calls) for message in request.messages)
+        parts = ((it.content, it.tool_calls, it.reasoning_content) for it in request.messages)
+        characters = sum(len(text) for part in parts for text in part)
         characters += len(request.tools.definitions)
         variables = _template_variables(request.template_variables, bounds)
         return Conversation(tuple(_messages(request.messages, bounds)), tools, variables, characters)
@@ -285,7 +286,7 @@ def _messages(messages: Iterable[inference_pb2.Message], bounds: JsonBounds) -> 
             raise InvalidRequest(f"messages[{index}].role", "is empty, must be a role, for example user")
         field, written = f"messages[{index}].tool_calls", message.tool_calls
         calls = read_calls(field, written, bounds) if written else ()
-        yield TemplateMessage(message.role, message.content, calls, message.tool_call_id)
+        yield TemplateMessage(message.role, message.content, calls, message.tool_call_id, message.reasoning_content)
 
 
 def empty_prompt() -> InvalidRequest:

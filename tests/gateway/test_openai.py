@@ -118,13 +118,13 @@ INVALID: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
     ({"top_p": 0}, 400, "top_p", "greater than 0"),
     ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
-    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 0}, 400, "max_tokens", "must be at least 1"),
     ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"model": "gpt-4"}, 404, None, "not served here"),
     ({"best_of": 5}, 400, "best_of", "same as n"),
     ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
-    ({"echo": True}, 400, "echo", "False"),
+    ({"echo": True}, 400, "echo", "Unsupported parameter: 'echo'"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
     ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
     (
@@ -326,12 +326,16 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),
     ({"extra_body": {"guided_json": "{"}}, "is no JSON"),
     ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "does not go with"),
-    ({"extra_body": {"guided_regex": "("}}, "grammar"),
+    ({"extra_body": {"guided_regex": "("}}, "guided_regex: cannot be followed"),
+    ({"extra_body": {"structured_outputs": {"choice": [""]}}}, "structured_outputs"),
     ({"extra_body": {"guided_regex": "a", "outrider": {"ignore_eos": True}}}, "ignore_eos"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0' has a part of type 'image_url': models here read text only",
+    ),
     ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
-    ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: is the older name"),
 ]
 
 
