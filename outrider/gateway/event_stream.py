@@ -48,10 +48,13 @@ async def server_sent_events(
     begun: set[int] = set()
     characters = [0] * choices  # sent so far, of each choice
     ended: dict[int, Generation] = {}
-    no_usage: Json = {"usage": None} if asked.include_usage else {}  # OpenAI sends it in all events but the last
+    prompts, tokens = dict[int, int](), [0] * choices  # of each prompt, and of each choice so far
 
     def event(choice: Json) -> str:
-        return _event(serialize.envelope(form.piece, **head, choices=[choice], **no_usage))
+        usage: Json = {"usage": None} if asked.include_usage else {}  # as OpenAI sends it in all events but the last
+        if asked.continuous_usage:
+            usage = {"usage": serialize.tokens(sum(prompts.values()), sum(tokens))}
+        return _event(serialize.envelope(form.piece, **head, choices=[choice], **usage))
 
     try:
         part: ReceivedPart | None = first
@@ -61,6 +64,9 @@ async def server_sent_events(
                 begun.add(index)
                 if (opening := form.first(index)) is not None:
                     yield event(opening)
+            if part.chunk is not None:
+                tokens[index] += len(part.chunk.token_ids)
+                prompts.setdefault(index // asked.n, part.chunk.next_position - tokens[index])
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
                 entries = part.chunk.logprobs if asked.alternatives is not None else None
                 text = StreamedText(index, part.chunk.text, entries, characters[index], part.reader)

@@ -39,6 +39,10 @@ def _refuse(value: object) -> None:
     raise PydanticCustomError(UNSUPPORTED, "is not served here; leave it out")
 
 
+def _forget(value: object) -> None:
+    return None
+
+
 def _short(value: object) -> object:
     """Check the length of an object before pydantic looks at each of its entries."""
     if isinstance(value, dict) and len(value) > MAX_LISTED:
@@ -62,7 +66,7 @@ Items = Annotated[list[ItemT], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenLimit = Annotated[int, AfterValidator(_limit)]
 Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that would change the answer
-NoEffect = Annotated[None, BeforeValidator(lambda value: None)]  # one that does not: its value is not kept
+NoEffect = Annotated[None, BeforeValidator(_forget)]  # one that does not: its value is not kept
 
 
 class RequestBody(BaseModel):
@@ -146,6 +150,7 @@ class ResponseTerms(NamedTuple):
     n: int  # answers of each prompt
     stream: bool
     include_usage: bool  # a stream ends with the usage
+    continuous_usage: bool  # each of its events has the usage so far
     alternatives: int | None  # as `GenerationForm.alternatives`
     token_limit: int | None  # as `GenerationForm.token_limit`
     names: Mapping[str, str]  # the request's fields, by the SDK's names for them
@@ -154,35 +159,37 @@ class ResponseTerms(NamedTuple):
 class GenerationForm(RequestBody):
     """The fields that completions and chats share."""
 
-    model: str
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    model: str  # as `/v1/models` lists it
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)  # up to 128, which share a seed; the prompt is read once
+    temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
+    top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[  # by token id
+    # -100 to 100, by token id, up to 4,096
+    logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None, BeforeValidator(_short)
     ] = None
-    seed: int | None = None
+    seed: int | None = None  # the text is then certain, which OpenAI only tries for
+    # up to 16 strings
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = None  # `include_usage`, `continuous_usage_stats`
     user: NoEffect = None
     request_id: NoEffect = None
     cache_prompt: NoEffect = None
-    guided_json: dict[str, Any] | str | None = None  # these four as vLLM had them before `structured_outputs`
+    guided_json: dict[str, Any] | str | None = None  # a schema, as older versions of vLLM have it
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # these as vLLM, SGLang and llama.cpp have them
+    guided_grammar: str | None = None  # in Lark's form
+    structured_outputs: StructuredOutputs | None = None  # as vLLM: `json`, `json_object`, `regex`, `choice`, `grammar`
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0)] | None = None  # llama.cpp's name of it
+    repeat_penalty: Annotated[float, Field(gt=0)] | None = None  # llama.cpp's name of `repetition_penalty`
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
-    priority: int | None = None  # as vLLM: requests of a lower number are served first
+    priority: int | None = None  # above 0: the request can wait where all places are taken
     use_beam_search: Unserved = only(False)
     length_penalty: Unserved = only(1)
     early_stopping: Unserved = only(False)
@@ -202,7 +209,7 @@ class GenerationForm(RequestBody):
     dynatemp_range: Unserved = only(0)
     dry_multiplier: Unserved = only(0)
     xtc_probability: Unserved = only(0)
-    outrider: Outrider = Outrider()
+    outrider: Outrider = Outrider()  # see above
 
     @property
     def token_field(self) -> str:
@@ -217,9 +224,16 @@ class GenerationForm(RequestBody):
     @property
     def terms(self) -> ResponseTerms:
         """What is asked for of the answers."""
-        include_usage = self.stream_options is not None and self.stream_options.include_usage
+        shown = self.stream_options or StreamOptions()
         return ResponseTerms(
-            self.model, self.n, self.stream, include_usage, self.alternatives, self.token_limit, self.names
+            self.model,
+            self.n,
+            self.stream,
+            shown.include_usage,
+            shown.continuous_usage_stats,
+            self.alternatives,
+            self.token_limit,
+            self.names,
         )
 
     @property
@@ -310,13 +324,13 @@ def _parsed(field: str, schema: dict[str, Any] | str | None) -> dict[str, Any] |
 class Completion(GenerationForm):
     """The body of /v1/completions."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]]
-    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=-1)
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]  # text, token ids, or several; at most 128 answers in all
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=-1)  # of completions 16 if left out; -1: as many as fit
+    logprobs: int | None = Field(default=None, ge=0, le=20)  # of completions up to 20
     echo: Unserved = only(False)
     suffix: Unserved = only("")
     add_special_tokens: Unserved = only(True)
-    best_of: int | None = None
+    best_of: int | None = None  # must be `n`: answers are not ranked
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -498,26 +512,29 @@ class ResponseFormat(RequestBody):
 class Chat(GenerationForm):
     """The body of /v1/chat/completions."""
 
+    # text only, up to 4,096; `developer` is `system`; what an answer had beside its text is taken back
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    max_tokens: TokenLimit | None = None  # the older name of max_completion_tokens
-    max_completion_tokens: TokenLimit | None = None
+    max_tokens: TokenLimit | None = None  # of chats the older name of `max_completion_tokens`
+    max_completion_tokens: TokenLimit | None = None  # left out, or -1: as many as fit into the context
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    modalities: Items[Literal["text"]] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)  # up to 20, with `logprobs`
+    response_format: ResponseFormat | None = None  # `text`, `json_object`, `json_schema`, with or without `strict`
+    modalities: Items[Literal["text"]] | None = None  # must be `["text"]`
     metadata: NoEffect = None
+    # functions, up to 128
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    # `none`, `auto`, `required`, or a function by name: see [tools](#tools)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # as vLLM and SGLang have it
-    prediction: NoEffect = None  # only affects speed, and drafters provide that
-    prompt_cache_key: NoEffect = None
+    parallel_tool_calls: bool | None = None  # whether an answer that has to make calls may make several
+    chat_template_kwargs: dict[str, Any] | None = None  # further inputs of the chat template
+    prediction: NoEffect = None  # drafters do that
+    prompt_cache_key: NoEffect = None  # prompts that begin alike share their KV anyway
     prompt_cache_options: NoEffect = None
     prompt_cache_retention: NoEffect = None
     safety_identifier: NoEffect = None
     service_tier: NoEffect = None
     store: NoEffect = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # an input of the chat template, but for `none`
     audio: Unserved = None
     function_call: Unserved = only("none")
     functions: Unserved = only([])

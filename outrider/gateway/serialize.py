@@ -164,9 +164,7 @@ def cost(generations: Sequence[Generation], n: int) -> Json:
     statuses = [generation.usage.speculation for generation in generations]
     speculation = next((status for status in statuses if not status.drafting), statuses[0])
     return {
-        "prompt_tokens": prompts,
-        "completion_tokens": completion,
-        "total_tokens": prompts + completion,
+        **tokens(prompts, completion),
         "prompt_tokens_details": {"cached_tokens": max((one.cached_tokens for one in generations), default=0)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
@@ -174,6 +172,11 @@ def cost(generations: Sequence[Generation], n: int) -> Json:
         },
         "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
     }
+
+
+def tokens(prompt: int, completion: int) -> Json:
+    """Return the numbers of tokens, as OpenAI has them."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def speculation(generations: Sequence[Generation]) -> Json:

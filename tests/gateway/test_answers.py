@@ -139,7 +139,14 @@ class ScriptedModels:
 
 
 def terms(**changes: Any) -> ResponseTerms:
-    fields = {"model": "target", "n": 1, "stream": False, "include_usage": False, "alternatives": 20}
+    fields = {
+        "model": "target",
+        "n": 1,
+        "stream": False,
+        "include_usage": False,
+        "alternatives": 20,
+        "continuous_usage": False,
+    }
     return ResponseTerms(**{**fields, "token_limit": 10, "names": {}, **changes})
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.gateway.schema import Chat, Completion, GenerationForm
-from tests.gateway.conftest import gateway_harness
+from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.router.rig import FOLDER
 
 ASKED = [{"role": "user", "content": "x"}]
@@ -112,3 +112,16 @@ async def test_an_answer_of_the_gateway_is_taken_back_whole(redis_url: str, tmp_
         second = await create(model="target", messages=[*ASKED, said, *ASKED], max_tokens=2)
     assert second.choices[0].finish_reason == "length"
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+async def test_each_event_has_the_usage_so_far_where_a_request_wants_it(harness: GatewayHarness) -> None:
+    create: Any = harness.client.completions.create
+    shown = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "target", "prompt": ["x y", "z"], "n": 2, "max_tokens": 4}
+    events = [event async for event in await create(**asked, stream=True, stream_options=shown)]
+    *parts, last = [event.usage for event in events]
+    counts = [usage.completion_tokens for usage in parts]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == last.completion_tokens == 16
+    assert parts[-1].prompt_tokens == last.prompt_tokens
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in parts)

@@ -57,7 +57,7 @@ FORMATS = {
 
 
 def short_id(given: str) -> str:
-    """Return the id of a call as such templates take it: the same for the same one."""
+    """Return the id of a call as such templates take it; equal ids stay equal."""
     if re.fullmatch(r"[a-zA-Z0-9]{9}", given):
         return given
     return hashlib.blake2b(given.encode(errors="surrogatepass")).hexdigest()[:9]
