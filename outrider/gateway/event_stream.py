@@ -45,7 +45,6 @@ async def server_sent_events(
 
     An error becomes the last event, because the HTTP status has been sent already.
     """
-    begun: set[int] = set()
     characters = [0] * choices  # sent so far, of each choice
     ended: dict[int, Generation] = {}
     prompts, tokens = dict[int, int](), [0] * choices  # of each prompt, and of each choice so far
@@ -60,10 +59,6 @@ async def server_sent_events(
         part: ReceivedPart | None = first
         while part is not None:
             index = part.index
-            if index not in begun:
-                begun.add(index)
-                if (opening := form.first(index)) is not None:
-                    yield event(opening)
             if part.chunk is not None:
                 tokens[index] += len(part.chunk.token_ids)
                 prompts.setdefault(index // asked.n, part.chunk.next_position - tokens[index])

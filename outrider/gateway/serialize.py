@@ -39,9 +39,6 @@ class ResponseForm(Protocol):
     def complete(self, index: int, generation: Generation) -> Json:
         """Return a choice that has ended."""
 
-    def first(self, index: int) -> Json | None:
-        """Return the event that a stream sends before the text of a choice; None: it sends none."""
-
     def parts(self, piece: StreamedText) -> list[Json]:
         """Return the events of a part of a choice's text."""
 
@@ -58,9 +55,6 @@ class CompletionForm:
     def complete(self, index: int, generation: Generation) -> Json:
         entries = generation.logprobs or None
         return self._choice(index, generation.text, entries, 0, reason(generation))
-
-    def first(self, index: int) -> Json | None:
-        return None
 
     def parts(self, piece: StreamedText) -> list[Json]:
         return [self._choice(piece.index, piece.text, piece.entries, piece.offset, None)]
@@ -84,6 +78,7 @@ class ChatForm:
 
     def __init__(self) -> None:
         self._readers: dict[int, AnswerReader] = {}  # of streamed choices
+        self._begun: set[int] = set()  # choices whose role was sent
 
     def complete(self, index: int, generation: Generation) -> Json:
         (content, reasoning, calls), why = generation.parts, reason(generation)
@@ -98,26 +93,38 @@ class ChatForm:
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
 
-    def first(self, index: int) -> Json | None:
-        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
-
     def parts(self, piece: StreamedText) -> list[Json]:
         index = piece.index
         if index not in self._readers:
             self._readers[index] = piece.make_reader()
         reader = self._readers[index]
-        deltas = [self._piece(index, reader.form, part) for part in reader.read(piece.text) if not part.failed]
+        deltas = self._deltas(index, reader.form, reader.read(piece.text))
         if piece.entries is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
-            deltas[0]["logprobs"] = _rows(piece.entries)
+            deltas[-1]["logprobs"] = _rows(piece.entries)
         return deltas
 
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
         if reader is None:
-            return [self._delta(index, {}, None, reason)]
-        left = [self._piece(index, reader.form, piece) for piece in reader.finish() if not piece.failed]
+            return [self._role(index, ""), self._delta(index, {}, None, reason)]
+        left = self._deltas(index, reader.form, reader.finish())
         return [*left, self._delta(index, {}, None, _with_calls(reason, reader.called))]
+
+    def _deltas(self, index: int, form: ModelForm, pieces: Iterable[CallPiece]) -> list[Json]:
+        """Return the events of pieces; before a choice's first one is its role, with content unless that is a call."""
+        deltas = []
+        for piece in pieces:
+            if piece.failed:
+                continue
+            if index not in self._begun:
+                deltas.append(self._role(index, None if piece.call >= 0 else ""))
+            deltas.append(self._piece(index, form, piece))
+        return deltas
+
+    def _role(self, index: int, content: str | None) -> Json:
+        self._begun.add(index)
+        return self._delta(index, {"role": "assistant", "content": content}, None, None)
 
     def _piece(self, index: int, form: ModelForm, piece: CallPiece) -> Json:
         if piece.call < 0:
@@ -154,21 +161,24 @@ def reason(generation: Generation) -> str:
 
 
 def cost(generations: Sequence[Generation], n: int) -> Json:
-    """Return the usage of all choices, `n` for each prompt, one prompt after another. A prompt counts once.
+    """Return the usage of all choices, `n` for each prompt, one prompt after another. A prompt counts once, and so does
+    what was cached of it: its choices share it, so the one that found least came first.
 
     Beside OpenAI's figures it has the reason for no speculation, of the first choice that had none.
     """
     prompts = sum(generation.usage.prompt_tokens for generation in generations[::n])
     completion = sum(generation.usage.completion_tokens for generation in generations)
-    accepted = sum(generation.usage.accepted for generation in generations)
+    accepted = sum(min(it.usage.accepted, it.usage.completion_tokens) for it in generations)
+    verified = sum(generation.usage.verified for generation in generations)
+    cached = sum(min(it.cached_tokens for it in generations[at : at + n]) for at in range(0, len(generations), n))
     statuses = [generation.usage.speculation for generation in generations]
     speculation = next((status for status in statuses if not status.drafting), statuses[0])
     return {
         **tokens(prompts, completion),
-        "prompt_tokens_details": {"cached_tokens": max((one.cached_tokens for one in generations), default=0)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.usage.verified for one in generations) - accepted,
+            "rejected_prediction_tokens": max(0, verified - accepted),
         },
         "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
     }

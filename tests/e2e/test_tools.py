@@ -156,7 +156,7 @@ async def test_a_conversation_continues_after_the_tools_result(clients: Clients)
             "grammar",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "assistant"}]}, "content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "user"}]}, "content"),
     ],
 )
 async def test_malformed_tools_in_a_request_are_refused_by_name(clients: Clients, terms: Any, problem: str) -> None:

@@ -12,6 +12,22 @@ from outrider.gateway import serialize
 from outrider.gateway.serialize import ChatForm, StreamedText
 
 
+def used(prompt: int, cached: int, completion: int, accepted: int) -> Any:
+    status = SimpleNamespace(drafting=True, reason="drafting", explanation="")
+    usage = SimpleNamespace(
+        prompt_tokens=prompt, completion_tokens=completion, accepted=accepted, verified=accepted + 1, speculation=status
+    )
+    return SimpleNamespace(usage=usage, cached_tokens=cached)
+
+
+def test_prompts_count_once_with_what_was_cached_of_them_and_no_more_drafts_than_the_answer_has() -> None:
+    usage = serialize.cost([used(9, 8, 3, 5), used(9, 2, 3, 1), used(7, 6, 2, 0), used(7, 7, 2, 2)], 2)
+    assert usage["prompt_tokens"] == 16
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    details = usage["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
+
+
 def generation(tried: tuple[int, ...], reached: tuple[int, ...], verified: int) -> Any:
     return SimpleNamespace(
         usage=SimpleNamespace(tried_by_depth=tried, reached_by_depth=reached, verified=verified, accepted=sum(reached))
@@ -50,7 +66,8 @@ def streamed(form: str, text: str, reason: str) -> tuple[str, list[Any], str]:
     choices = [*chat.parts(StreamedText(0, text, None, 0, lambda: made)), *chat.last(0, reason)]
     deltas = [choice["delta"] for choice in choices]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    return "".join(delta.get("content", "") for delta in deltas), calls, choices[-1]["finish_reason"]
+    assert deltas[0] == {"role": "assistant", "content": None if calls else ""}
+    return "".join(delta.get("content") or "" for delta in deltas), calls, choices[-1]["finish_reason"]
 
 
 @pytest.mark.parametrize(
