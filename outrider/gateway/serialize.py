@@ -223,6 +223,7 @@ def model(entry: Model) -> Json:
         "created": 0,
         "owned_by": "outrider",
         "context_window": entry.context,
+        "max_model_len": entry.context,
     }
 
 
@@ -234,6 +235,7 @@ def adapter(entry: ModelAdapter, context: int) -> Json:
         "created": 0,
         "owned_by": "outrider",
         "context_window": context,
+        "max_model_len": context,
         "root": entry.folder,
         "parent": entry.model,
     }

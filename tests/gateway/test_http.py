@@ -1,0 +1,45 @@
+"""What programs and browsers ask of an HTTP server before they ask a model."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.gateway.conftest import GatewayHarness, gateway_harness
+
+PAGE, OTHER = "https://chat.example.org", "https://other.example.org"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+async def test_every_response_has_an_id_which_the_caller_may_choose(harness: GatewayHarness) -> None:
+    async with httpx.AsyncClient(base_url=harness.url) as web:
+        chosen = await web.get("/version", headers={"x-request-id": "a-1"})
+        drawn = [(await web.get("/nothing", headers={"x-request-id": given})).headers for given in ("x y", "z" * 200)]
+    assert chosen.headers["x-request-id"] == "a-1"
+    assert len({headers["x-request-id"] for headers in drawn}) == 2
+    assert all(headers["x-request-id"].startswith("req_") for headers in drawn)
+
+
+async def test_paths_that_are_read_have_a_head(harness: GatewayHarness) -> None:
+    async with httpx.AsyncClient(base_url=harness.url) as web:
+        for path in ("/health", "/version", "/v1/models", "/v1/models/target"):
+            got, head = await web.get(path), await web.head(path)
+            assert (got.status_code, head.status_code, head.content) == (200, 200, b"")
+        assert (await web.get("/v1/models/target")).json()["max_model_len"] > 0
+        assert (await web.get("/version")).json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "taken"), [((PAGE,), PAGE, True), ((PAGE,), OTHER, False), ((), PAGE, False)]
+)
+async def test_pages_of_named_origins_alone_may_call_from_a_browser(
+    redis_url: str, allowed: tuple[str, ...], origin: str, taken: bool
+) -> None:
+    async with (
+        gateway_harness(redis_url, gateway={"cors_origins": allowed}) as harness,
+        httpx.AsyncClient(base_url=harness.url, headers={"origin": origin}) as web,
+    ):
+        asked = await web.options("/v1/chat/completions", headers=PREFLIGHT)
+        answered = await web.get("/v1/models")
+    assert (asked.status_code == 200) is taken
+    assert (answered.headers.get("access-control-allow-origin") == origin) is taken
