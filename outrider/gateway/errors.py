@@ -20,6 +20,7 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Superseded,
+    TooLong,
     Unauthenticated,
     Unavailable,
 )
@@ -44,6 +45,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS: tuple[tuple[type[OutriderError], _Kind], ...] = (
+    (TooLong, _Kind(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, _Kind(400, "invalid_request_error")),
     (Unauthenticated, _Kind(401, "invalid_request_error", "invalid_api_key")),
     (Forbidden, _Kind(403, "permission_error")),

@@ -16,7 +16,7 @@ from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
-from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
+from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch, TooLong
 from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
@@ -171,7 +171,7 @@ def check_fits(
     context = max(worker.context for worker in verifiers)
     _check_length(len(prompt), context)
     if needed > context:
-        raise InvalidRequest(
+        raise TooLong(
             "max_tokens",
             f"is {contract.max_tokens}, must be at most {context - len(prompt)}: "
             f"the prompt takes {len(prompt)} of the context of {context}",
@@ -181,7 +181,7 @@ def check_fits(
 
 def _check_length(tokens: int, context: int) -> None:
     if tokens >= context:
-        raise InvalidRequest("prompt", f"has {tokens} tokens, must have at most {context - 1}")
+        raise TooLong("prompt", f"has {tokens} tokens, must have at most {context - 1}: the context has {context}")
 
 
 def find_model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:

@@ -15,7 +15,7 @@ from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
 from outrider.core.session.digest import tokenizer_digest
-from outrider.errors import CheckpointError, InvalidRequest
+from outrider.errors import CheckpointError, InvalidRequest, TooLong
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.limits.fair_turns import FairTurns
@@ -87,7 +87,7 @@ class ServedModel:
         """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
         prompt.
 
-        Raises InvalidRequest for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
+        Raises TooLong for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
         takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
         """
         if len(text) > _LONG_TEXT:
@@ -131,7 +131,10 @@ class ServedModel:
             for start in range(0, len(text), _PIECE):
                 counted += len(self.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
                 if counted > _SLACK * context:
-                    raise InvalidRequest("prompt", f"has far too many tokens, must have at most {context - 1}")
+                    raise TooLong(
+                        "prompt",
+                        f"has more than {counted} tokens, must have at most {context - 1}: the context has {context}",
+                    )
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 

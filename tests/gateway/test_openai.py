@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,24 @@ async def test_an_invalid_request_is_refused_with_an_openai_error(harness: Gatew
         assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error"), wrong
         assert fragment in error.message
     assert harness.verifier.starts == []
+
+
+async def test_what_does_not_fit_into_the_context_has_openais_code_and_the_callers_field(
+    redis_url: str, tmp_path: Path
+) -> None:
+    shutil.copytree(FOLDER, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    async with gateway_harness(redis_url, models={"target": tmp_path / "chat"}) as harness:
+        chat: Any = harness.client.chat.completions.create
+        asked: list[tuple[str, int, dict[str, int]]] = [
+            ("messages", 5000, {}),
+            ("max_completion_tokens", 1, {"max_completion_tokens": 999}),
+        ]
+        for field, words, limit in asked:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await chat(model="target", messages=[{"role": "user", "content": "x " * words}], **limit)
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", field)
+            assert len({*re.findall("[0-9]+", refused.value.message)}) >= 3  # the status, and both numbers
 
 
 async def test_malformed_json_and_unknown_paths_get_openai_errors(harness: GatewayHarness) -> None:
