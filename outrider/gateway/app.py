@@ -95,7 +95,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
         terms, groups = await begun(kind, request)
-        return await unless_gone(request, answer(terms, groups, form, answers_of(request)))
+        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.keep_alive_s))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:

@@ -12,9 +12,11 @@ from outrider.client import Generation
 from outrider.errors import OutriderError
 from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
-from outrider.gateway.multiplex import ReceivedPart
+from outrider.gateway.multiplex import WAITING, ReceivedPart
 from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm, StreamedText
+
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore and proxies count as life
 
 
 class EventStream(StreamingResponse):
@@ -59,6 +61,8 @@ async def server_sent_events(
         part: ReceivedPart | None = first
         while part is not None:
             index = part.index
+            if part is WAITING:
+                yield KEEP_ALIVE
             if part.chunk is not None:
                 tokens[index] += len(part.chunk.token_ids)
                 prompts.setdefault(index // asked.n, part.chunk.next_position - tokens[index])

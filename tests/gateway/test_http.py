@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
+import openai
 import pytest
 
+from outrider.gateway import respond
 from tests.gateway.conftest import GatewayHarness, gateway_harness
+from tests.router.fakes import FakeVerifier
+from tests.router.rig import SCRIPT
 
 PAGE, OTHER = "https://chat.example.org", "https://other.example.org"
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -43,3 +49,34 @@ async def test_pages_of_named_origins_alone_may_call_from_a_browser(
         answered = await web.get("/v1/models")
     assert (asked.status_code == 200) is taken
     assert (answered.headers.get("access-control-allow-origin") == origin) is taken
+
+
+async def test_a_stream_that_waits_has_its_headers_and_signs_of_life(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(respond, "HEADERS_S", 0.1)
+    asked = {"model": "target", "prompt": "x", "max_tokens": 3, "stream": True}
+    async with (
+        gateway_harness(redis_url, FakeVerifier(SCRIPT, pace_s=0.5), gateway={"keep_alive_s": 0.1}) as harness,
+        httpx.AsyncClient(base_url=harness.url) as web,
+        web.stream("POST", "/v1/completions", json=asked) as answer,
+    ):
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[0] == ": keep-alive"
+    assert lines.count(": keep-alive") >= 3
+    assert len([line for line in lines if line.startswith("data: {")]) == 4
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_an_error_behind_the_headers_is_an_event(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(respond, "HEADERS_S", 0.1)
+    asked = {"model": "target", "prompt": "x", "max_tokens": 3, "stream": True}
+    verifier = FakeVerifier(SCRIPT, pace_s=5.0)
+    async with (
+        gateway_harness(redis_url, verifier, gateway={"keep_alive_s": 0.3, "timeout_s": 1.0}) as harness,
+        openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        create: Any = client.completions.create
+        with pytest.raises(openai.APIError) as failed:
+            [part async for part in await create(**asked)]
+    assert failed.value.code == "timeout"
