@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
 NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
-.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
+.PHONY: demo test test-all lane-1 lane-2 lane-3 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
@@ -17,22 +17,24 @@ REST := extended and not long
 
 # Before a commit: lint, types, the proofs, and one run of every main path. Five minutes on two cores.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=3 lint lane-1 lane-2 TESTS='$(QUICK)' TABLE=tests/durations/quick.txt
+	$(MAKE) --no-print-directory --jobs=4 lint lane-1 lane-2 lane-3 LANES=3 TESTS='$(QUICK)' TABLE=tests/durations/quick.txt
 
 # The rest of CI: fifteen minutes more.
 test-all: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=2 lane-1 lane-2 TESTS='$(REST)' TABLE=tests/durations/rest.txt
 
-# Two halves of the chosen tests at once; the second is shown when it is done.
+# Parts of the chosen tests at once: what waits in one leaves its processor to others. All but the first are shown when
+# they are done.
+LANES := 2
 lane-1: $(STAMP)
-	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 1/2 $(MEASURED:%=--write-table %/1.txt)
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 1/$(LANES) $(MEASURED:%=--write-table %/1.txt)
 
-lane-2: $(STAMP)
-	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 2/2 $(MEASURED:%=--write-table %/2.txt) -p no:cacheprovider \
-		--color=no > .lane-2.log 2>&1; \
-		status=$$?; cat .lane-2.log; exit $$status
+lane-2 lane-3: lane-%: $(STAMP)
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane $*/$(LANES) $(MEASURED:%=--write-table %/$*.txt) -p no:cacheprovider \
+		--color=no > .lane-$*.log 2>&1; \
+		status=$$?; cat .lane-$*.log; exit $$status
 
-# How long each file takes while both halves run: what they are made from, and where the slowest are to be read.
+# How long each file takes while two parts run: what parts are made from, and where the slowest are to be read.
 durations: $(STAMP)
 	$(MAKE) --no-print-directory measured TESTS='$(QUICK)' TABLE=tests/durations/quick.txt
 	$(MAKE) --no-print-directory measured TESTS='$(REST)' TABLE=tests/durations/rest.txt
@@ -144,7 +146,7 @@ typescript:
 	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .lane-2.log build mutants site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .lane-*.log build mutants site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -2,6 +2,7 @@
 
 OutriderError
 ├── InvalidRequest        a field of a request is wrong: names the field and what is allowed
+│   └── TooLong           prompt and answer do not fit into the model's context
 ├── NotFound              no such model or session
 ├── TokenizerMismatch     two parts of the cluster use different tokenizers
 ├── Unauthenticated       an API key is missing, unknown, expired or revoked
@@ -33,6 +34,10 @@ class InvalidRequest(OutriderError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+
+class TooLong(InvalidRequest):
+    """The prompt, or the answer that is asked for behind it, does not fit into the model's context."""
 
 
 class NotFound(OutriderError):

@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.hooks import commands, configuration, glossary, redis_keys, sdk
+from docs.hooks import commands, configuration, gateway_fields, glossary, redis_keys, sdk
 
 DOCS = Path(__file__).parents[1]
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration": configuration.reference,
     "commands": commands.reference,
+    "gateway": gateway_fields.reference,
     "glossary": glossary.reference,
     "redis": redis_keys.reference,
     "sdk-reference": sdk.reference,

@@ -35,25 +35,10 @@ def _is_model(schema: Any) -> bool:
 
 
 def _schema(schema: Any) -> str:
-    made = _closed(schema.model_json_schema()) if _is_model(schema) else schema
+    made = schema.model_json_schema() if _is_model(schema) else schema
     if not isinstance(made, Mapping):
         raise InvalidRequest("schema", f"is a {type(schema).__name__}, must be a JSON schema or a pydantic model")
     return _dump("schema", made)
-
-
-def _closed(schema: Any) -> Any:
-    """Return a model's schema whose objects have no keys but its fields, where the model does not say it otherwise.
-
-    pydantic ignores other keys, so its schemas allow them, and a language model may write them until it is cut.
-    """
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: _closed(value) for key, value in schema.items()}
-    if made.get("type") == "object" and "properties" in made:
-        made.setdefault("additionalProperties", False)
-    return made
 
 
 def _choices(choices: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
@@ -146,7 +147,7 @@ class Generation:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of the request's tools in the answer."""
+        """The calls of the request's tools in the answer. One that was cut, or is no JSON, is content."""
         return self.parts.tool_calls
 
     @property
@@ -164,10 +165,16 @@ class Generation:
         """All three. The text is read for it each time."""
         reader = AnswerReader(self.form, self.terms)
         pieces = [*reader.read(self.text), *reader.finish()]
-        content, reasoning = ("".join(it.text for it in pieces if it.call == kind) for kind in (CONTENT, REASONING))
-        names = [piece.name for piece in pieces if piece.name]
-        arguments = ("".join(it.text for it in pieces if it.call == call) for call in range(len(names)))
-        return AnswerParts(content, reasoning, tuple(map(ToolCall, names, arguments)))
+        failed = {piece.call for piece in pieces if piece.failed}
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        for piece in pieces:
+            texts[CONTENT if piece.failed else piece.call].append(piece.text)
+        calls = tuple(
+            ToolCall(piece.name, "".join(texts[piece.call]), piece.id)
+            for piece in pieces
+            if piece.name and piece.call not in failed
+        )
+        return AnswerParts("".join(texts[CONTENT]), "".join(texts[REASONING]), calls)
 
 
 class AnswerParts(NamedTuple):
@@ -183,7 +190,8 @@ class ToolCall:
     """A call of a tool in an answer."""
 
     name: str
-    arguments: str  # JSON; broken off if the answer was cut
+    arguments: str  # a JSON object
+    id: str = ""  # if the model gave one
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     """The keywords of `generate` and `stream`; all are optional."""
 
     # For the chat template, and no prompt: {"role": "user", "content": "..."}, ... With "tool_calls" and
-    # {"role": "tool", "tool_call_id": "...", "content": "..."} in OpenAI's form.
+    # {"role": "tool", "tool_call_id": "...", "content": "..."} in OpenAI's form; "reasoning_content" of an answer.
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]  # with messages: functions that the answer may call, in OpenAI's form
     tool_choice: str | Mapping[str, Any]  # "auto" (the default), "none", "required", or a function in OpenAI's form
@@ -174,11 +174,13 @@ def encodable(field: str, text: str) -> str:
 
 
 def _message(index: int, message: Any) -> pb.Message:
-    field, texts = f"messages[{index}]", ("role", "content", "tool_call_id")
+    field, texts = f"messages[{index}]", ("role", "content", "tool_call_id", "reasoning_content")
     known = isinstance(message, Mapping) and {"role", "content"} <= set(message) <= {*texts, "tool_calls"}
     if not known or not all(isinstance(message.get(name, ""), str) for name in texts):
         raise InvalidRequest(
-            field, 'must be {"role": "...", "content": "..."}, both text, with "tool_calls" or "tool_call_id" at most'
+            field,
+            'must be {"role": "...", "content": "..."}, both text, with "tool_calls", "tool_call_id" or '
+            '"reasoning_content" at most',
         )
     given = {name: encodable(f"{field}.{name}", message[name]) for name in texts if name in message}
     return pb.Message(**given, tool_calls=calls_json(f"{field}.tool_calls", message.get("tool_calls")))

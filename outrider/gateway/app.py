@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version as version_of
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from outrider.client import AsyncStream
 from outrider.config import GatewayConfig
@@ -18,18 +20,21 @@ from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
-from outrider.gateway.errors import body, invalid, response
+from outrider.gateway.errors import NO_NAMES, body, invalid, response
 from outrider.gateway.held_answers import AnswerBounds, HeldAnswersLimit, answers_of
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import streams
+from outrider.gateway.request_ids import REQUEST_ID, numbered
 from outrider.gateway.respond import answer, unless_gone
 from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, ResponseTerms, UnloadAdapter
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.gateway.traces import linked
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.supervision import keep_running
+
+READING = ["GET", "HEAD"]
 
 
 def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: CertificateExpiry | None = None) -> FastAPI:
@@ -63,6 +68,15 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     app.add_middleware(clients.tracking_requests)
     app.add_middleware(metrics.counted)
     app.add_middleware(linked)
+    app.add_middleware(numbered)
+    if config.cors_origins:  # outside of all others: a browser asks without a key whether it may call
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
 
     async def begun(kind: type[GenerationForm], request: Request) -> tuple[ResponseTerms, list[list[AsyncStream]]]:
         """Return what is asked for, and the streams of the answers. What else the body has is kept by these alone."""
@@ -71,6 +85,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
             parsed = await parse_body(kind, body)
             body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
             options = parsed.options()
+            request.state.names = parsed.names
             await asyncio.sleep(0)
             groups = await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
             terms = parsed.terms
@@ -80,7 +95,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
         terms, groups = await begun(kind, request)
-        return await unless_gone(request, answer(terms, groups, form, answers_of(request)))
+        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.keep_alive_s))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
@@ -90,12 +105,12 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     async def chat(request: Request) -> Response:
         return await answered(Chat, ChatForm(), request)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READING)
     async def models(request: Request) -> Json:
         listed = await clients.client(request).models(timeout=config.timeout_s)
         return {"object": "list", "data": serialize.models(listed)}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READING)
     async def model(name: str, request: Request) -> Json:
         for entry in serialize.models(await clients.client(request).models(timeout=config.timeout_s)):
             if entry["id"] == name:
@@ -118,7 +133,11 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
         await clients.client(request).unload_adapter(parsed.lora_name, timeout=config.timeout_s)
         return PlainTextResponse(f"Success: adapter '{parsed.lora_name}' is unloaded.")
 
-    @app.get(HEALTH)
+    @app.api_route("/version", methods=READING)
+    async def version() -> Json:
+        return {"version": version_of("outrider")}
+
+    @app.api_route(HEALTH, methods=READING)
     async def health() -> Json:
         with suppress(Unauthenticated):  # the router answers, so it is healthy
             await keys.check("")
@@ -126,7 +145,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.exception_handler(OutriderError)
     async def refused(request: Request, error: OutriderError) -> Response:
-        return response(error)
+        return response(error, getattr(request.state, "names", NO_NAMES))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -19,10 +20,14 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Superseded,
+    TooLong,
     Unauthenticated,
     Unavailable,
 )
 from outrider.gateway import schema
+
+ALTERNATIVES = ("str", "list[", "function-", "constrained-")  # in a path: of the types of a field, what pydantic tried
+NO_NAMES: Final[Mapping[str, str]] = {}
 
 
 class Refusal(NamedTuple):
@@ -40,6 +45,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS: tuple[tuple[type[OutriderError], _Kind], ...] = (
+    (TooLong, _Kind(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, _Kind(400, "invalid_request_error")),
     (Unauthenticated, _Kind(401, "invalid_request_error", "invalid_api_key")),
     (Forbidden, _Kind(403, "permission_error")),
@@ -55,17 +61,22 @@ _KINDS: tuple[tuple[type[OutriderError], _Kind], ...] = (
 _BUG = _Kind(500, "server_error", "internal_error")
 
 
-def refusal(error: OutriderError) -> Refusal:
-    """Return the response for an error of the cluster. A retry delay goes into the header that OpenAI's clients use."""
+def refusal(error: OutriderError, names: Mapping[str, str] = NO_NAMES) -> Refusal:
+    """Return the response for an error of the cluster. A retry delay goes into the header that OpenAI's clients use.
+
+    `names`: the caller's names of fields, by the cluster's.
+    """
     kind = next((kind for family, kind in _KINDS if isinstance(error, family)), _BUG)
-    param = error.field if isinstance(error, InvalidRequest) else None
+    if isinstance(error, InvalidRequest):
+        field, problem = names.get(error.field, error.field), str(error).removeprefix(f"{error.field}: ")
+        return Refusal(kind.status, body(f"{field}: {problem}" if field else problem, kind.type, field, kind.code), {})
     headers = {"retry-after": str(math.ceil(error.retry_after))} if isinstance(error, Overloaded) else {}
-    return Refusal(kind.status, body(str(error), kind.type, param, kind.code), headers)
+    return Refusal(kind.status, body(str(error), kind.type, None, kind.code), headers)
 
 
-def response(error: OutriderError) -> JSONResponse:
+def response(error: OutriderError, names: Mapping[str, str] = NO_NAMES) -> JSONResponse:
     """Return `refusal` as a response."""
-    status, content, headers = refusal(error)
+    status, content, headers = refusal(error, names)
     return JSONResponse(content, status, headers=headers)
 
 
@@ -76,8 +87,9 @@ def body(message: str, type_: str, param: str | None = None, code: str | None = 
 
 def invalid(error: RequestValidationError) -> dict[str, Any]:
     """Return the JSON for a malformed request body: its first error, in OpenAI's words."""
-    entry = error.errors()[0]
-    path = [str(part) for part in entry["loc"]]
+    errors = error.errors()
+    entry = next((it for it in errors if it["type"] == schema.UNSUPPORTED), errors[0])
+    path = [str(part) for part in entry["loc"] if not str(part).startswith(ALTERNATIVES)]
     match entry["type"]:
         case "extra_forbidden":
             return body(f"Unrecognized request argument supplied: {'.'.join(path)}", "invalid_request_error")

@@ -12,9 +12,11 @@ from outrider.client import Generation
 from outrider.errors import OutriderError
 from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
-from outrider.gateway.multiplex import ReceivedPart
+from outrider.gateway.multiplex import WAITING, ReceivedPart
 from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm, StreamedText
+
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore and proxies count as life
 
 
 class EventStream(StreamingResponse):
@@ -45,22 +47,25 @@ async def server_sent_events(
 
     An error becomes the last event, because the HTTP status has been sent already.
     """
-    begun: set[int] = set()
     characters = [0] * choices  # sent so far, of each choice
     ended: dict[int, Generation] = {}
-    no_usage: Json = {"usage": None} if asked.include_usage else {}  # OpenAI sends it in all events but the last
+    prompts, tokens = dict[int, int](), [0] * choices  # of each prompt, and of each choice so far
 
     def event(choice: Json) -> str:
-        return _event(serialize.envelope(form.piece, **head, choices=[choice], **no_usage))
+        usage: Json = {"usage": None} if asked.include_usage else {}  # as OpenAI sends it in all events but the last
+        if asked.continuous_usage:
+            usage = {"usage": serialize.tokens(sum(prompts.values()), sum(tokens))}
+        return _event(serialize.envelope(form.piece, **head, choices=[choice], **usage))
 
     try:
         part: ReceivedPart | None = first
         while part is not None:
             index = part.index
-            if index not in begun:
-                begun.add(index)
-                if (opening := form.first(index)) is not None:
-                    yield event(opening)
+            if part is WAITING:
+                yield KEEP_ALIVE
+            if part.chunk is not None:
+                tokens[index] += len(part.chunk.token_ids)
+                prompts.setdefault(index // asked.n, part.chunk.next_position - tokens[index])
             if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
                 entries = part.chunk.logprobs if asked.alternatives is not None else None
                 text = StreamedText(index, part.chunk.text, entries, characters[index], part.reader)
@@ -77,7 +82,7 @@ async def server_sent_events(
             usage, metrics = serialize.cost(generations, asked.n), serialize.speculation(generations)
             yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage, **metrics))
     except OutriderError as error:
-        yield _event(refusal(error).body)
+        yield _event(refusal(error, asked.names).body)
         return
     yield "data: [DONE]\n\n"
 

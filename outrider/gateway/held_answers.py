@@ -108,7 +108,7 @@ class AnswerBounds:
             tokens = context if tokens is None else min(tokens, context)
         if answers * tokens * each > held.most:
             raise InvalidRequest(
-                terms.token_field,
+                "max_tokens",
                 f"must be at most {held.most // (answers * each)} for {answers} answers with {terms.alternatives} "
                 "log-probabilities for each token, which are not streamed",
             )

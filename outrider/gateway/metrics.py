@@ -17,6 +17,7 @@ PATHS = (
     "/v1/models",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    "/version",
     "/health",
 )
 GONE = "499"  # nginx's status for a client that disconnects before the answer

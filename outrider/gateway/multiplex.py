@@ -48,8 +48,15 @@ async def streams(
     return groups
 
 
-async def merged(groups: Sequence[Sequence[AsyncStream]]) -> AsyncGenerator[ReceivedPart, None]:
-    """Yield the parts of all streams until all streams have ended.
+WAITING = ReceivedPart(-1)  # no part has come for a while
+
+
+async def merged(
+    groups: Sequence[Sequence[AsyncStream]], pauses: tuple[float | None, float | None] = (None, None)
+) -> AsyncGenerator[ReceivedPart, None]:
+    """Yield the parts of all streams until all streams have ended, and WAITING whenever none has come for a while.
+
+    `pauses`: seconds of that while, before the first part and later; None: WAITING is not yielded.
 
     The further choices of a prompt begin when its first choice has its first chunk, so that the prompt is read once.
     When a stream fails or the iteration is left, all streams are cancelled on the server.
@@ -62,10 +69,15 @@ async def merged(groups: Sequence[Sequence[AsyncStream]]) -> AsyncGenerator[Rece
         for choice, stream in enumerate(group):
             tasks.append(asyncio.create_task(_follow(stream, index, prompt_read, waits=choice > 0, queue=queue)))
             index += 1
-    left = len(tasks)
+    left, pause = len(tasks), pauses[0]
     try:
         while left:
-            part = await queue.get()
+            try:
+                async with asyncio.timeout(pause):
+                    part = await queue.get()
+            except TimeoutError:
+                part = WAITING
+            pause = pauses[1]
             if isinstance(part, BaseException):
                 raise part
             left -= part.ended is not None

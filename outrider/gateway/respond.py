@@ -24,14 +24,20 @@ from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm
 
+HEADERS_S = 1.0  # longest wait for the first part of a stream before its headers are sent
+
 
 async def answer(
     asked: ResponseTerms,
     groups: Sequence[Sequence[AsyncStream]],
     form: ResponseForm,
     held: HeldAnswers,
+    keep_alive_s: float,
 ) -> Response:
     """Return the response with all choices of all prompts, complete or as a stream of events.
+
+    A stream begins when its first part has come, or after a second, so that a request that is refused has an HTTP
+    status of its own, and one that waits has its headers; then it has a sign of life every `keep_alive_s`.
 
     Complete answers are kept compactly and count to `held`; their JSON is made while it is sent.
 
@@ -39,10 +45,10 @@ async def answer(
     """
     count = sum(map(len, groups))
     head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": asked.model, "created": int(time.time())}
-    parts = merged(groups)
+    parts = merged(groups, (HEADERS_S, keep_alive_s) if asked.stream else (None, None))
     if asked.stream:
         try:
-            first = await anext(parts)  # a refused request gets its own HTTP status, not an event
+            first = await anext(parts)
         except BaseException:
             await parts.aclose()
             raise

@@ -1,8 +1,9 @@
 """The bodies of OpenAI's requests, as far as a text model can serve them, and the SDK options that they stand for.
 
-A field whose effect this cluster cannot provide is refused by name, never ignored: a wrong answer is worse than none.
-Fields that only label a request (`user`, `metadata`, `store`, ...) are accepted and have no effect. docs/gateway.md has
-a table of all fields.
+Fields of OpenAI, and those that vLLM, SGLang and llama.cpp add to them. One that would change the answer, and is not
+served, is refused by name, never ignored: a wrong answer is worse than none. A value of such a field that changes
+nothing is taken, because client programs send them always, and so is a field that only labels a request (`user`,
+`metadata`, `store`, ...). Unknown keys of messages are ignored. docs/gateway.md has a table of all fields.
 
 A list is refused at its first malformed item, and an object at its first unknown field. What remains of a body after it
 was parsed is the fields that are used.
@@ -11,10 +12,11 @@ was parsed is the fields that are used.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
@@ -28,11 +30,17 @@ MOST_CHOICES = 128  # of all prompts of a request
 MOST_MESSAGES = 4096
 MOST_STOPS = 16
 UNSUPPORTED = "unsupported"  # pydantic's name for the error of a field that is not served
+TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
+AS_MANY_AS_FIT = -1  # limit on new tokens, as llama.cpp has it
 COMPLETION_TOKENS = 16  # OpenAI's default limit on the new tokens of a completion
 
 
 def _refuse(value: object) -> None:
     raise PydanticCustomError(UNSUPPORTED, "is not served here; leave it out")
+
+
+def _forget(value: object) -> None:
+    return None
 
 
 def _short(value: object) -> object:
@@ -42,11 +50,23 @@ def _short(value: object) -> object:
     return value
 
 
+def _limit(value: int) -> int:
+    if value < 1 and value != AS_MANY_AS_FIT:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def only(*values: Any) -> Any:
+    """Return the default of a field that is not served, with its values that change nothing of an answer."""
+    return Field(default=None, json_schema_extra={"neutral": [*values]})
+
+
 ItemT = TypeVar("ItemT")
 Items = Annotated[list[ItemT], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenLimit = Annotated[int, AfterValidator(_limit)]
 Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that would change the answer
-NoEffect = Annotated[None, BeforeValidator(lambda value: None)]  # one that does not: its value is not kept
+NoEffect = Annotated[None, BeforeValidator(_forget)]  # one that does not: its value is not kept
 
 
 class RequestBody(BaseModel):
@@ -56,12 +76,27 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_fields_and_first_unknown_one(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or (values.keys() <= cls.model_fields.keys() and None not in values.values()):
+    def _given_fields_and_first_unknown_one(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
-        given = {name: values[name] for name in cls.model_fields if values.get(name) is not None}
-        unknown = next((name for name, value in values.items() if value is not None and name not in given), None)
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        given = {name: values[name] for name, field in fields.items() if not _changes_nothing(field, values.get(name))}
+        if cls.model_config["extra"] == "ignore":
+            return given
+        unknown = next((name for name in values if values[name] is not None and name not in fields), None)
         return given if unknown is None else {**given, unknown: values[unknown]}
+
+
+def _changes_nothing(field: FieldInfo, value: Any) -> bool:
+    extra = field.json_schema_extra
+    neutral = extra["neutral"] if isinstance(extra, dict) else ()
+    return value is None or (isinstance(neutral, list) and value in neutral)
+
+
+class LenientBody(RequestBody):
+    """Base of parts whose unknown keys are ignored: other programs put what they like into messages."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Outrider(RequestBody):
@@ -82,11 +117,30 @@ class Outrider(RequestBody):
     ignore_eos: bool | None = None
 
 
-class StreamOptions(RequestBody):
+class StructuredOutputs(LenientBody):
+    """What an answer has to be, as vLLM has it."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    grammar: str | None = None
+
+
+class StreamOptions(LenientBody):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # each chunk has the usage so far, as vLLM has it
     include_obfuscation: bool = False  # accepted, and has no effect
+
+
+class AnswerForm(NamedTuple):
+    """What an answer has to be, by a field of its request."""
+
+    option: str  # of the SDK
+    field: str
+    value: Any
 
 
 class ResponseTerms(NamedTuple):
@@ -96,33 +150,66 @@ class ResponseTerms(NamedTuple):
     n: int  # answers of each prompt
     stream: bool
     include_usage: bool  # a stream ends with the usage
+    continuous_usage: bool  # each of its events has the usage so far
     alternatives: int | None  # as `GenerationForm.alternatives`
     token_limit: int | None  # as `GenerationForm.token_limit`
-    token_field: str  # the field that has it
+    names: Mapping[str, str]  # the request's fields, by the SDK's names for them
 
 
 class GenerationForm(RequestBody):
     """The fields that completions and chats share."""
 
-    model: str
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    model: str  # as `/v1/models` lists it
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)  # up to 128, which share a seed; the prompt is read once
+    temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
+    top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[  # by token id
+    # -100 to 100, by token id, up to 4,096
+    logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None, BeforeValidator(_short)
     ] = None
-    seed: int | None = None
+    seed: int | None = None  # the text is then certain, which OpenAI only tries for
+    # up to 16 strings
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = None  # `include_usage`, `continuous_usage_stats`
     user: NoEffect = None
-    guided_json: dict[str, Any] | str | None = None  # these four as vLLM has them
+    request_id: NoEffect = None
+    cache_prompt: NoEffect = None
+    guided_json: dict[str, Any] | str | None = None  # a schema, as older versions of vLLM have it
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    outrider: Outrider = Outrider()
+    guided_grammar: str | None = None  # in Lark's form
+    structured_outputs: StructuredOutputs | None = None  # as vLLM: `json`, `json_object`, `regex`, `choice`, `grammar`
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: all
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0)] | None = None  # llama.cpp's name of `repetition_penalty`
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    priority: int | None = None  # above 0: the request can wait where all places are taken
+    use_beam_search: Unserved = only(False)
+    length_penalty: Unserved = only(1)
+    early_stopping: Unserved = only(False)
+    include_stop_str_in_output: Unserved = only(False)
+    skip_special_tokens: Unserved = only(True)
+    spaces_between_special_tokens: Unserved = only(True)
+    detokenize: Unserved = only(True)
+    return_token_ids: Unserved = only(False)
+    return_tokens_as_token_ids: Unserved = only(False)
+    prompt_logprobs: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+    allowed_token_ids: Unserved = None
+    bad_words: Unserved = only([])
+    logits_processors: Unserved = only([])
+    typical_p: Unserved = only(1)
+    mirostat: Unserved = only(0)
+    dynatemp_range: Unserved = only(0)
+    dry_multiplier: Unserved = only(0)
+    xtc_probability: Unserved = only(0)
+    outrider: Outrider = Outrider()  # see above
 
     @property
     def token_field(self) -> str:
@@ -137,9 +224,16 @@ class GenerationForm(RequestBody):
     @property
     def terms(self) -> ResponseTerms:
         """What is asked for of the answers."""
-        include_usage = self.stream_options is not None and self.stream_options.include_usage
+        shown = self.stream_options or StreamOptions()
         return ResponseTerms(
-            self.model, self.n, self.stream, include_usage, self.alternatives, self.token_limit, self.token_field
+            self.model,
+            self.n,
+            self.stream,
+            shown.include_usage,
+            shown.continuous_usage_stats,
+            self.alternatives,
+            self.token_limit,
+            self.names,
         )
 
     @property
@@ -153,9 +247,33 @@ class GenerationForm(RequestBody):
         raise NotImplementedError
 
     @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer, if it has one."""
-        return _parsed(self.guided_json) if isinstance(self.guided_json, str) else self.guided_json
+    def forms(self) -> list[AnswerForm]:
+        """What the answer has to be."""
+        given = self.structured_outputs or StructuredOutputs()
+        json_ = {"type": "object"} if given.json_ is None and given.json_object else given.json_
+        forms = (
+            AnswerForm("schema", "guided_json", _parsed("guided_json", self.guided_json)),
+            AnswerForm("schema", "structured_outputs", _parsed("structured_outputs", json_)),
+            AnswerForm("regex", "guided_regex", self.guided_regex),
+            AnswerForm("regex", "structured_outputs", given.regex),
+            AnswerForm("choices", "guided_choice", self.guided_choice),
+            AnswerForm("choices", "structured_outputs", given.choice),
+            AnswerForm("grammar", "guided_grammar", self.guided_grammar),
+            AnswerForm("grammar", "structured_outputs", given.grammar),
+        )
+        return [form for form in forms if form.value is not None]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The fields of this request, by the SDK's names for them, where these differ."""
+        forms = self.forms
+        names = {form.option: form.field for form in forms} | {"grammar": forms[0].field if forms else "grammar"}
+        names["max_tokens"] = self.token_field
+        if self.stop_token_ids is not None:
+            names["stop_ids"] = "stop_token_ids"
+        if self.repeat_penalty is not None:
+            names["repetition_penalty"] = "repeat_penalty"
+        return names
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationForm:
@@ -165,46 +283,54 @@ class GenerationForm(RequestBody):
 
     def options(self) -> Options:
         """Return the SDK's keywords for this request."""
+        penalty = self.repetition_penalty if self.repetition_penalty is not None else self.repeat_penalty
         options: dict[str, Any] = {
             "model": self.model,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k and max(0, self.top_k),
+            "min_p": self.min_p,
+            "repetition_penalty": penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_ids": self.stop_token_ids,
+            "priority": "batch" if self.priority is not None and self.priority > 0 else None,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
             "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
             "logprobs": self.alternatives,
-            "schema": self.answer_schema,
-            "regex": self.guided_regex,
-            "choices": self.guided_choice,
-            "grammar": self.guided_grammar,
-            **self.outrider.model_dump(),
+            **{form.option: form.value for form in self.forms},
         }
         given = {name: value for name, value in options.items() if value is not None}
-        return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+        own = {name: value for name, value in self.outrider.model_dump().items() if value is not None}
+        return {**given, **own, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
 
 
-def _parsed(schema: str) -> dict[str, Any]:
-    check_json("guided_json", schema)
+def _parsed(field: str, schema: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(schema, str):
+        return schema
+    check_json(field, schema)
     try:
         parsed = json.loads(schema)
     except ValueError as error:
-        raise InvalidRequest("guided_json", f"is no JSON: {error}") from None
+        raise InvalidRequest(field, f"is no JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise InvalidRequest("guided_json", "must be a JSON schema, as an object or as a string of one")
+        raise InvalidRequest(field, "must be a JSON schema, as an object or as a string of one")
     return parsed
 
 
 class Completion(GenerationForm):
     """The body of /v1/completions."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]]
-    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
-    logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] | None = None
-    suffix: Unserved = None
-    best_of: int | None = None
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]  # text, token ids, or several; at most 128 answers in all
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=-1)  # of completions 16 if left out; -1: as many as fit
+    logprobs: int | None = Field(default=None, ge=0, le=20)  # of completions up to 20
+    echo: Unserved = only(False)
+    suffix: Unserved = only("")
+    add_special_tokens: Unserved = only(True)
+    best_of: int | None = None  # must be `n`: answers are not ranked
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -214,11 +340,17 @@ class Completion(GenerationForm):
 
     @property
     def token_limit(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens < 0 else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @model_validator(mode="after")
+    def _has_an_answer(self) -> Completion:
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens: is 0, must be at least 1: a prompt alone is not scored here")
+        return self
 
     @model_validator(mode="after")
     def _best_is_all(self) -> Completion:
@@ -248,31 +380,41 @@ class UnloadAdapter(RequestBody):
     lora_name: str
 
 
-class TextPart(RequestBody):
-    """A part of a message."""
+class ContentPart(LenientBody):
+    """A part of a message: text, or what a model has refused to say."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def _is_text(self) -> ContentPart:
+        if self.type not in TEXT_PARTS:
+            raise PydanticCustomError(UNSUPPORTED, f"has a part of type {self.type!r}: models here read text only")
+        if not {"text", "refusal"} & self.model_fields_set:
+            raise ValueError("a part of type text needs text")
+        return self
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | Sequence[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or part.refusal for part in content)
 
 
-class CalledFunction(RequestBody):
+class CalledFunction(LenientBody):
     """The function of a call, with its arguments."""
 
     name: str
-    arguments: str  # JSON
+    arguments: Annotated[str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)]
 
 
-class MadeCall(RequestBody):
+class MadeCall(LenientBody):
     """A call that the assistant has made."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
-    index: NoEffect = None  # of a streamed answer, which the caller sends back
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -281,13 +423,14 @@ class MadeCall(RequestBody):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(RequestBody):
-    """One message of a conversation."""
+class ChatMessage(LenientBody):
+    """One message of a conversation. What an answer has beside its text is taken back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Items[TextPart], AfterValidator(_text)] = ""  # always a string after validation
-    name: NoEffect = None
-    refusal: Unserved = None  # it is null in an answer that the caller sends back as a part of the conversation
+    content: Annotated[str | Items[ContentPart], AfterValidator(_text)] = ""  # always a string after validation
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
+    refusal: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: Unserved = None
@@ -299,17 +442,21 @@ class ChatMessage(RequestBody):
             raise ValueError("tool_call_id: is for the role tool, which needs it")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls: are for the role assistant")
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError("content: is missing")
         return self
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates take. The role developer becomes system."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template for call in self.tool_calls]
-        return message if self.tool_call_id is None else {**message, "tool_call_id": self.tool_call_id}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or self.refusal or ""}
+        given: dict[str, Any] = {
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": self.tool_calls and [call.for_template for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+        }
+        return message | {name: value for name, value in given.items() if value is not None}
 
 
 class FunctionName(RequestBody):
@@ -318,7 +465,7 @@ class FunctionName(RequestBody):
     name: str
 
 
-class FunctionTool(RequestBody):
+class FunctionTool(LenientBody):
     """A function that the answer may call, as OpenAI describes it: the router checks it."""
 
     type: Literal["function"]
@@ -346,6 +493,7 @@ class ResponseFormat(RequestBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of json_object, as llama.cpp has it
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
@@ -357,39 +505,50 @@ class ResponseFormat(RequestBody):
     def schema(self) -> dict[str, Any] | None:  # type: ignore[override]
         """The schema of the answer; None: it is any text."""
         if self.json_schema is None:
-            return {"type": "object"} if self.type == "json_object" else None
+            return (self.schema_ or {"type": "object"}) if self.type == "json_object" else None
         return self.json_schema.schema_ or {"type": "object"}
 
 
 class Chat(GenerationForm):
     """The body of /v1/chat/completions."""
 
+    # text only, up to 4,096; `developer` is `system`; what an answer had beside its text is taken back
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    max_tokens: int | None = Field(default=None, ge=1)  # the older name of max_completion_tokens
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenLimit | None = None  # of chats the older name of `max_completion_tokens`
+    max_completion_tokens: TokenLimit | None = None  # left out, or -1: as many as fit into the context
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    modalities: Items[Literal["text"]] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)  # up to 20, with `logprobs`
+    response_format: ResponseFormat | None = None  # `text`, `json_object`, `json_schema`, with or without `strict`
+    modalities: Items[Literal["text"]] | None = None  # must be `["text"]`
     metadata: NoEffect = None
+    # functions, up to 128
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    # `none`, `auto`, `required`, or a function by name: see [tools](#tools)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # as vLLM and SGLang have it
-    prediction: NoEffect = None  # only affects speed, and drafters provide that
-    prompt_cache_key: NoEffect = None
+    parallel_tool_calls: bool | None = None  # whether an answer that has to make calls may make several
+    chat_template_kwargs: dict[str, Any] | None = None  # further inputs of the chat template
+    prediction: NoEffect = None  # drafters do that
+    prompt_cache_key: NoEffect = None  # prompts that begin alike share their KV anyway
     prompt_cache_options: NoEffect = None
     prompt_cache_retention: NoEffect = None
     safety_identifier: NoEffect = None
     service_tier: NoEffect = None
     store: NoEffect = None
+    reasoning_effort: str | None = None  # an input of the chat template, but for `none`
     audio: Unserved = None
-    function_call: Unserved = None
-    functions: Unserved = None
+    function_call: Unserved = only("none")
+    functions: Unserved = only([])
     moderation: Unserved = None
-    reasoning_effort: Unserved = None
-    verbosity: Unserved = None
+    verbosity: Unserved = only("medium")
     web_search_options: Unserved = None
+    add_generation_prompt: Unserved = only(True)
+    continue_final_message: Unserved = only(False)
+    add_special_tokens: Unserved = only(False)
+    chat_template: Unserved = None
+    documents: Unserved = only([])
+    mm_processor_kwargs: Unserved = only({})
+    separate_reasoning: Unserved = only(True)
+    stream_reasoning: Unserved = only(True)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -400,17 +559,18 @@ class Chat(GenerationForm):
         return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
     @property
-    def answer_schema(self) -> dict[str, Any] | None:
+    def forms(self) -> list[AnswerForm]:
         wanted = None if self.response_format is None else self.response_format.schema
-        return super().answer_schema if wanted is None else wanted
+        return super().forms if wanted is None else [*super().forms, AnswerForm("schema", "response_format", wanted)]
 
     def options(self) -> Options:
         """Return the SDK's keywords for this request, its messages included."""
         options: Options = {**super().options(), "messages": [message.for_template for message in self.messages]}
         if self.tools:
             options["tools"] = [tool.model_dump() for tool in self.tools]
-        if self.chat_template_kwargs:
-            options["template_variables"] = self.chat_template_kwargs
+        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        if variables := effort | (self.chat_template_kwargs or {}):
+            options["template_variables"] = variables
         if self.tool_choice is not None:
             choice = self.tool_choice
             options["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump()
@@ -420,7 +580,13 @@ class Chat(GenerationForm):
 
     @property
     def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return None if limit == AS_MANY_AS_FIT else limit
+
+    @property
+    def names(self) -> dict[str, str]:
+        variables = "chat_template_kwargs" if self.chat_template_kwargs else "reasoning_effort"
+        return super().names | {"prompt": "messages", "template_variables": variables}
 
     @property
     def alternatives(self) -> int | None:
@@ -428,7 +594,7 @@ class Chat(GenerationForm):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Chat:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs to be true")

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, Model, ModelAdapter, TokenLogprobs
-from outrider.core.answers.answer_reader import AnswerReader
+from outrider.core.answers.answer_reader import AnswerReader, ModelForm
 from outrider.core.answers.call_reader import REASONING, CallPiece
+from outrider.core.answers.formats import FORMATS, short_id
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -38,9 +39,6 @@ class ResponseForm(Protocol):
     def complete(self, index: int, generation: Generation) -> Json:
         """Return a choice that has ended."""
 
-    def first(self, index: int) -> Json | None:
-        """Return the event that a stream sends before the text of a choice; None: it sends none."""
-
     def parts(self, piece: StreamedText) -> list[Json]:
         """Return the events of a part of a choice's text."""
 
@@ -57,9 +55,6 @@ class CompletionForm:
     def complete(self, index: int, generation: Generation) -> Json:
         entries = generation.logprobs or None
         return self._choice(index, generation.text, entries, 0, reason(generation))
-
-    def first(self, index: int) -> Json | None:
-        return None
 
     def parts(self, piece: StreamedText) -> list[Json]:
         return [self._choice(piece.index, piece.text, piece.entries, piece.offset, None)]
@@ -83,6 +78,7 @@ class ChatForm:
 
     def __init__(self) -> None:
         self._readers: dict[int, AnswerReader] = {}  # of streamed choices
+        self._begun: set[int] = set()  # choices whose role was sent
 
     def complete(self, index: int, generation: Generation) -> Json:
         (content, reasoning, calls), why = generation.parts, reason(generation)
@@ -91,35 +87,51 @@ class ChatForm:
             message["reasoning_content"] = reasoning
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = [{"id": _call_id(), **_call(call.name, call.arguments)} for call in calls]
+            message["tool_calls"] = [
+                {"id": _call_id(generation.form, call.id), **_call(call.name, call.arguments)} for call in calls
+            ]
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
-
-    def first(self, index: int) -> Json | None:
-        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
     def parts(self, piece: StreamedText) -> list[Json]:
         index = piece.index
         if index not in self._readers:
             self._readers[index] = piece.make_reader()
-        deltas = [self._piece(index, part) for part in self._readers[index].read(piece.text)]
+        reader = self._readers[index]
+        deltas = self._deltas(index, reader.form, reader.read(piece.text))
         if piece.entries is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
-            deltas[0]["logprobs"] = _rows(piece.entries)
+            deltas[-1]["logprobs"] = _rows(piece.entries)
         return deltas
 
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
-        left = [] if reader is None else [self._piece(index, piece) for piece in reader.finish()]
-        why = _with_calls(reason, reader is not None and reader.called)
-        return [*left, self._delta(index, {}, None, why)]
+        if reader is None:
+            return [self._role(index, ""), self._delta(index, {}, None, reason)]
+        left = self._deltas(index, reader.form, reader.finish())
+        return [*left, self._delta(index, {}, None, _with_calls(reason, reader.called))]
 
-    def _piece(self, index: int, piece: CallPiece) -> Json:
+    def _deltas(self, index: int, form: ModelForm, pieces: Iterable[CallPiece]) -> list[Json]:
+        """Return the events of pieces; before a choice's first one is its role, with content unless that is a call."""
+        deltas = []
+        for piece in pieces:
+            if piece.failed:
+                continue
+            if index not in self._begun:
+                deltas.append(self._role(index, None if piece.call >= 0 else ""))
+            deltas.append(self._piece(index, form, piece))
+        return deltas
+
+    def _role(self, index: int, content: str | None) -> Json:
+        self._begun.add(index)
+        return self._delta(index, {"role": "assistant", "content": content}, None, None)
+
+    def _piece(self, index: int, form: ModelForm, piece: CallPiece) -> Json:
         if piece.call < 0:
             name = "reasoning_content" if piece.call == REASONING else "content"
             return self._delta(index, {name: piece.text}, None, None)
         if piece.name:
-            call = {"index": piece.call, "id": _call_id(), **_call(piece.name, piece.text)}
+            call = {"index": piece.call, "id": _call_id(form, piece.id), **_call(piece.name, piece.text)}
         else:
             call = {"index": piece.call, "function": {"arguments": piece.text}}
         return self._delta(index, {"tool_calls": [call]}, None, None)
@@ -128,8 +140,10 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def _call_id(form: ModelForm, given: str) -> str:
+    """Return the id of a call: the one that the model has `given`, or a new one."""
+    new = f"call_{secrets.token_hex(12)}"
+    return given or (short_id(new) if FORMATS[form.tool_format].short_ids else new)
 
 
 def _call(name: str, arguments: str) -> Json:
@@ -147,26 +161,32 @@ def reason(generation: Generation) -> str:
 
 
 def cost(generations: Sequence[Generation], n: int) -> Json:
-    """Return the usage of all choices, `n` for each prompt, one prompt after another. A prompt counts once.
+    """Return the usage of all choices, `n` for each prompt, one prompt after another. A prompt counts once, and so does
+    what was cached of it: its choices share it, so the one that found least came first.
 
     Beside OpenAI's figures it has the reason for no speculation, of the first choice that had none.
     """
     prompts = sum(generation.usage.prompt_tokens for generation in generations[::n])
     completion = sum(generation.usage.completion_tokens for generation in generations)
-    accepted = sum(generation.usage.accepted for generation in generations)
+    accepted = sum(min(it.usage.accepted, it.usage.completion_tokens) for it in generations)
+    verified = sum(generation.usage.verified for generation in generations)
+    cached = sum(min(it.cached_tokens for it in generations[at : at + n]) for at in range(0, len(generations), n))
     statuses = [generation.usage.speculation for generation in generations]
     speculation = next((status for status in statuses if not status.drafting), statuses[0])
     return {
-        "prompt_tokens": prompts,
-        "completion_tokens": completion,
-        "total_tokens": prompts + completion,
-        "prompt_tokens_details": {"cached_tokens": max((one.cached_tokens for one in generations), default=0)},
+        **tokens(prompts, completion),
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.usage.verified for one in generations) - accepted,
+            "rejected_prediction_tokens": max(0, verified - accepted),
         },
         "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
     }
+
+
+def tokens(prompt: int, completion: int) -> Json:
+    """Return the numbers of tokens, as OpenAI has them."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def speculation(generations: Sequence[Generation]) -> Json:
@@ -203,6 +223,7 @@ def model(entry: Model) -> Json:
         "created": 0,
         "owned_by": "outrider",
         "context_window": entry.context,
+        "max_model_len": entry.context,
     }
 
 
@@ -214,6 +235,7 @@ def adapter(entry: ModelAdapter, context: int) -> Json:
         "created": 0,
         "owned_by": "outrider",
         "context_window": context,
+        "max_model_len": context,
         "root": entry.folder,
         "parent": entry.model,
     }

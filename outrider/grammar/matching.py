@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outrider.core.answers.reasoning import BEGIN, END
+from outrider.core.answers.schemas import closed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,6 +28,7 @@ STEP_ITEMS = 50_000
 MAX_SYMBOLS = 100_000
 MAX_STATES = 10_000  # about 2 kB each
 WHITESPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON: without a bound a model may write nothing else for ever
+SPELT = 32  # bytes that are spelt greedily at a time
 MAX_FORCED = 1024  # tokens of a text that has to follow; behind them the rest is divided
 
 
@@ -48,7 +50,7 @@ class GrammarVocabulary:
         self.mask_bytes = -(-size // 8)  # a bit for each id
         self.problem = ""  # why there are no grammars
         path = folder / "tokenizer.json"
-        self.special_ids = _special_ids(path)  # by the special token's text
+        self.added_ids = _added_ids(path)  # by the added token's text
         self._tokenizer: LLTokenizer | None = None
         try:
             from llguidance import LLTokenizer
@@ -85,13 +87,14 @@ class CompiledGrammar:
         )
         try:
             if kind == "json_schema":
-                source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+                schema = json.dumps(closed(json.loads(text)))
+                source = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
             elif kind == "choices":
                 source = llguidance.grammar_from("choice", _checked_choices(text))
             else:
                 source = llguidance.grammar_from(cast("GrammarFormat", kind), text)
             if reasoning:
-                source = _behind_reasoning(vocabulary.special_ids, source, optional=reasoning == "marked")
+                source = _behind_reasoning(vocabulary.added_ids, source, optional=reasoning == "marked")
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"cannot be read: {error}") from None
         self._vocabulary = vocabulary
@@ -194,9 +197,17 @@ class GrammarWalk:
         self._forced_after[path] = found
 
     def _divided(self) -> list[int]:
-        """Return the tokens of the text that has to follow what the matcher has taken."""
+        """Return the tokens of the text that has to follow what the matcher has taken, up to the first that the matcher
+        would not take: a text in which an added token's occurs, or characters that the tokenizer rewrites, is spelt
+        greedily there, by the longest tokens."""
         tokens = self._matcher.compute_ff_tokens()[:MAX_FORCED]
-        return [*takewhile(lambda token: token < self._vocabulary.size, tokens)]
+        tokens = [*takewhile(lambda token: token < self._vocabulary.size, tokens)]
+        taken = self._matcher.validate_tokens(tokens)
+        if tokens and not taken:
+            text = self._matcher.compute_ff_bytes()[:SPELT].decode(errors="ignore")
+            tokens = self._vocabulary.tokenizer.greedy_tokenize(text)
+            taken = self._matcher.validate_tokens(tokens)
+        return tokens[:taken]
 
     @contextmanager
     def _behind(self, path: tuple[int, ...]) -> Iterator[bool]:
@@ -220,25 +231,25 @@ class GrammarWalk:
             raise GrammarError(f"cannot be followed: {self._matcher.get_error()}")
 
 
-def _special_ids(path: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer's special tokens, by their text. Of its file, which may have many megabytes, only
-    their list is parsed."""
+def _added_ids(path: Path) -> dict[str, int]:
+    """Return the ids of a tokenizer's added tokens, special or not, by their text. Of its file, which may have many
+    megabytes, only their list is parsed."""
     text = path.read_text(encoding="utf-8")
     found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)  # in a key or a token's text its quotes would be escaped
     added = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
-    return {token["content"]: token["id"] for token in added if token.get("special")}
+    return {token["content"]: token["id"] for token in added}
 
 
-def _behind_reasoning(special: dict[str, int], source: str, *, optional: bool) -> str:
+def _behind_reasoning(added: dict[str, int], source: str, *, optional: bool) -> str:
     """Return a grammar in llguidance's form with reasoning before it; `optional`: it may begin with a mark, or be
-    missing; otherwise the prompt has that mark. `special`: ids of special tokens, by their text."""
+    missing; otherwise the prompt has that mark. `added`: ids of added tokens, by their text."""
     grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
     grammars[0]["name"] = "answer"
-    end = f"/(?s:.*)/ <[{special[END]}]>" if END in special else f"[suffix={json.dumps(END)}]: /(?s:.*)/"
-    begin = f"<[{special[BEGIN]}]>" if BEGIN in special else json.dumps(BEGIN)
+    end = f"/(?s:.*)/ <[{added[END]}]>" if END in added else f"[suffix={json.dumps(END)}]: /(?s:.*)/"
+    begin = f"<[{added[BEGIN]}]>" if BEGIN in added else json.dumps(BEGIN)
     before = f"({begin} reasoning)?" if optional else "reasoning"
     rules = (f"start: {before} @answer", "reasoning: thought SPACE", r"SPACE: /\s{0,8}/")
-    thought = f"thought: {end}" if END in special else f"thought{end}"
+    thought = f"thought: {end}" if END in added else f"thought{end}"
     return json.dumps({"grammars": [{"lark_grammar": "\n".join((*rules, thought))}, *grammars]})
 
 

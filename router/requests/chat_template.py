@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.core.answers.answer_reader import ModelForm
-from outrider.core.answers.formats import format_of
+from outrider.core.answers.formats import FORMATS, format_of, short_id
 from outrider.core.answers.reasoning import reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
@@ -34,6 +34,7 @@ class TemplateMessage(NamedTuple):
     content: str
     tool_calls: tuple[Any, ...] = ()  # calls that the assistant made, in OpenAI's form, with arguments as objects
     tool_call_id: str = ""  # of the call whose result it is
+    reasoning_content: str = ""  # what the assistant wrote before its answer
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -100,12 +101,21 @@ class ChatTemplate:
         if self._process is None:
             self._start()
         try:
+            messages = [self._with_ids(message) for message in messages]
             inputs = {"messages": [it.for_template for it in messages], "tools": [*tools] or None}
             return self._request({"inputs": {**variables, **inputs}})
         finally:
             if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
                 with suppress(_TemplateError):
                     self._start()
+
+    def _with_ids(self, message: TemplateMessage) -> TemplateMessage:
+        """Return a message whose calls have ids that the template takes."""
+        form = FORMATS.get(self.form.tool_format)
+        if form is None or not form.short_ids:
+            return message
+        calls = tuple({**call, "id": short_id(str(call.get("id", "")))} for call in message.tool_calls)
+        return message._replace(tool_calls=calls, tool_call_id=message.tool_call_id and short_id(message.tool_call_id))
 
     def _start(self) -> None:
         # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our

@@ -16,7 +16,7 @@ from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Plan, PlanOverlap
-from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
+from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch, TooLong
 from outrider.limits.fair_queue import QueueClass
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
@@ -171,7 +171,7 @@ def check_fits(
     context = max(worker.context for worker in verifiers)
     _check_length(len(prompt), context)
     if needed > context:
-        raise InvalidRequest(
+        raise TooLong(
             "max_tokens",
             f"is {contract.max_tokens}, must be at most {context - len(prompt)}: "
             f"the prompt takes {len(prompt)} of the context of {context}",
@@ -181,7 +181,7 @@ def check_fits(
 
 def _check_length(tokens: int, context: int) -> None:
     if tokens >= context:
-        raise InvalidRequest("prompt", f"has {tokens} tokens, must have at most {context - 1}")
+        raise TooLong("prompt", f"has {tokens} tokens, must have at most {context - 1}: the context has {context}")
 
 
 def find_model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
@@ -237,7 +237,8 @@ def _prompt(
     if request.messages:
         if kind is not None:
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
-        characters = sum(len(message.content) + len(message.tool_calls) for message in request.messages)
+        parts = ((it.content, it.tool_calls, it.reasoning_content) for it in request.messages)
+        characters = sum(len(text) for part in parts for text in part)
         characters += len(request.tools.definitions)
         variables = _template_variables(request.template_variables, bounds)
         return Conversation(tuple(_messages(request.messages, bounds)), tools, variables, characters)
@@ -285,7 +286,7 @@ def _messages(messages: Iterable[inference_pb2.Message], bounds: JsonBounds) -> 
             raise InvalidRequest(f"messages[{index}].role", "is empty, must be a role, for example user")
         field, written = f"messages[{index}].tool_calls", message.tool_calls
         calls = read_calls(field, written, bounds) if written else ()
-        yield TemplateMessage(message.role, message.content, calls, message.tool_call_id)
+        yield TemplateMessage(message.role, message.content, calls, message.tool_call_id, message.reasoning_content)
 
 
 def empty_prompt() -> InvalidRequest:

@@ -16,7 +16,7 @@ from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
 from outrider.core.session.digest import tokenizer_digest
-from outrider.errors import CheckpointError, InvalidRequest
+from outrider.errors import CheckpointError, InvalidRequest, TooLong
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.limits.fair_turns import FairTurns
@@ -86,7 +86,7 @@ class ServedModel:
     token_text: TokenText = field(init=False)  # maps a token to its bytes
     marks: frozenset[int] = field(
         init=False
-    )  # special tokens that have text, because calls and reasoning begin with them
+    )  # tokens that have text although they are special, because calls and reasoning begin with them
 
     @property
     def form(self) -> ModelForm:
@@ -103,25 +103,26 @@ class ServedModel:
 
     def calls_grammar(self, tools: Tools) -> Grammar:
         """Return the grammar of an answer that has to call tools, which the model knows."""
-        return calls_grammar(FORMATS[self.form.tool_format], tools, self._special_id)
+        return calls_grammar(FORMATS[self.form.tool_format], tools, self._added_id)
 
-    def _special_id(self, text: str) -> int | None:
+    def _added_id(self, text: str) -> int | None:
+        """Return the id of an added token. Grammars let no text stand for one, be it special or not."""
         added = self.tokenizer.get_added_tokens_decoder()
-        return next((id_ for id_, token in added.items() if token.special and token.content == text), None)
+        return next((id_ for id_, token in added.items() if token.content == text), None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
         written = (BEGIN, END) if self.form.reasoning else ()
         if (tool_format := FORMATS.get(self.form.tool_format)) is not None:
             written = (*written, *tool_format.written)
-        found = (self._special_id(text) for text in written)
+        found = (self._added_id(text) for text in written)
         object.__setattr__(self, "marks", frozenset(id_ for id_ in found if id_ is not None))
 
     async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:
         """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
         prompt.
 
-        Raises InvalidRequest for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
+        Raises TooLong for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
         takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
         """
         if len(text) > _LONG_TEXT:
@@ -165,7 +166,10 @@ class ServedModel:
             for start in range(0, len(text), _PIECE):
                 counted += len(self.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
                 if counted > _SLACK * context:
-                    raise InvalidRequest("prompt", f"has far too many tokens, must have at most {context - 1}")
+                    raise TooLong(
+                        "prompt",
+                        f"has more than {counted} tokens, must have at most {context - 1}: the context has {context}",
+                    )
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 

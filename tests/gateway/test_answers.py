@@ -139,8 +139,15 @@ class ScriptedModels:
 
 
 def terms(**changes: Any) -> ResponseTerms:
-    fields = {"model": "target", "n": 1, "stream": False, "include_usage": False, "alternatives": 20}
-    return ResponseTerms(**{**fields, "token_limit": 10, "token_field": "max_tokens", **changes})
+    fields = {
+        "model": "target",
+        "n": 1,
+        "stream": False,
+        "include_usage": False,
+        "alternatives": 20,
+        "continuous_usage": False,
+    }
+    return ResponseTerms(**{**fields, "token_limit": 10, "names": {}, **changes})
 
 
 async def test_the_context_length_is_fetched_once_and_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:

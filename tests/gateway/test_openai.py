@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,13 @@ INVALID: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
     ({"top_p": 0}, 400, "top_p", "greater than 0"),
     ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
-    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 0}, 400, "max_tokens", "must be at least 1"),
     ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"model": "gpt-4"}, 404, None, "not served here"),
     ({"best_of": 5}, 400, "best_of", "same as n"),
     ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
-    ({"echo": True}, 400, "echo", "False"),
+    ({"echo": True}, 400, "echo", "Unsupported parameter: 'echo'"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
     ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
     (
@@ -159,6 +160,24 @@ async def test_an_invalid_request_is_refused_with_an_openai_error(harness: Gatew
         assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error"), wrong
         assert fragment in error.message
     assert harness.verifier.starts == []
+
+
+async def test_what_does_not_fit_into_the_context_has_openais_code_and_the_callers_field(
+    redis_url: str, tmp_path: Path
+) -> None:
+    shutil.copytree(FOLDER, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    async with gateway_harness(redis_url, models={"target": tmp_path / "chat"}) as harness:
+        chat: Any = harness.client.chat.completions.create
+        asked: list[tuple[str, int, dict[str, int]]] = [
+            ("messages", 5000, {}),
+            ("max_completion_tokens", 1, {"max_completion_tokens": 999}),
+        ]
+        for field, words, limit in asked:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await chat(model="target", messages=[{"role": "user", "content": "x " * words}], **limit)
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", field)
+            assert len({*re.findall("[0-9]+", refused.value.message)}) >= 3  # the status, and both numbers
 
 
 async def test_malformed_json_and_unknown_paths_get_openai_errors(harness: GatewayHarness) -> None:
@@ -326,12 +345,16 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "json_schema: is for the type json_schema"),
     ({"extra_body": {"guided_json": "{"}}, "is no JSON"),
     ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "does not go with"),
-    ({"extra_body": {"guided_regex": "("}}, "grammar"),
+    ({"extra_body": {"guided_regex": "("}}, "guided_regex: cannot be followed"),
+    ({"extra_body": {"structured_outputs": {"choice": [""]}}}, "structured_outputs"),
     ({"extra_body": {"guided_regex": "a", "outrider": {"ignore_eos": True}}}, "ignore_eos"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0' has a part of type 'image_url': models here read text only",
+    ),
     ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
-    ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens: is the older name"),
 ]
 
 

@@ -1,11 +1,31 @@
-"""What drafts brought, in the form that vLLM gives."""
+"""What drafts brought, in the form that vLLM gives, and calls of tools in OpenAI's."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from outrider.core.answers.answer_reader import AnswerReader, AnswerTerms, ModelForm
 from outrider.gateway import serialize
+from outrider.gateway.serialize import ChatForm, StreamedText
+
+
+def used(prompt: int, cached: int, completion: int, accepted: int) -> Any:
+    status = SimpleNamespace(drafting=True, reason="drafting", explanation="")
+    usage = SimpleNamespace(
+        prompt_tokens=prompt, completion_tokens=completion, accepted=accepted, verified=accepted + 1, speculation=status
+    )
+    return SimpleNamespace(usage=usage, cached_tokens=cached)
+
+
+def test_prompts_count_once_with_what_was_cached_of_them_and_no_more_drafts_than_the_answer_has() -> None:
+    usage = serialize.cost([used(9, 8, 3, 5), used(9, 2, 3, 1), used(7, 6, 2, 0), used(7, 7, 2, 2)], 2)
+    assert usage["prompt_tokens"] == 16
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    details = usage["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
 
 
 def generation(tried: tuple[int, ...], reached: tuple[int, ...], verified: int) -> Any:
@@ -33,3 +53,47 @@ def test_steps_are_counted_by_accepted_tokens_over_all_choices() -> None:
 def test_an_answer_without_verified_drafts_has_no_metrics() -> None:
     assert serialize.speculation([generation((), (), 0)]) == {}
     assert serialize.speculation([generation((0,), (0,), 0)]) == {}
+
+
+CALL = '{"name": "time", "arguments": {"zone": 1}}'
+NAMED = "[TOOL_CALLS]time[CALL_ID]abcdefgh1[ARGS]{}"
+
+
+def streamed(form: str, text: str, reason: str) -> tuple[str, list[Any], str]:
+    """The content, the calls and the reason of a streamed choice."""
+    made = AnswerReader(ModelForm(form), AnswerTerms(("time",)))
+    chat = ChatForm()
+    choices = [*chat.parts(StreamedText(0, text, None, 0, lambda: made)), *chat.last(0, reason)]
+    deltas = [choice["delta"] for choice in choices]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert deltas[0] == {"role": "assistant", "content": None if calls else ""}
+    return "".join(delta.get("content") or "" for delta in deltas), calls, choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "reason", "ended", "begun"),
+    [
+        ("hermes", f"<tool_call>{CALL}</tool_call>", "stop", "tool_calls", 1),
+        ("hermes", f"<tool_call>{CALL}</tool_call><tool_call>{CALL[:-4]}", "length", "length", 2),
+        ("hermes", f"<tool_call>{CALL[:-4]}", "stop", "stop", 1),
+        ("hermes", "<tool_call>" + CALL.replace("1", "x") + "</tool_call>", "stop", "stop", 1),
+        ("hermes", "none", "stop", "stop", 0),
+    ],
+)
+def test_a_streamed_answer_ends_for_its_calls_only_if_all_are_whole(
+    form: str, text: str, reason: str, ended: str, begun: int
+) -> None:
+    content, calls, why = streamed(form, text, reason)
+    assert content == ("none" if not begun else "")
+    assert len([call for call in calls if "id" in call]) == begun
+    assert why == ended
+
+
+def test_ids_of_calls_are_the_models_own_or_of_the_length_that_its_template_takes() -> None:
+    _, (given, *_), _ = streamed("mistral11", NAMED, "stop")
+    assert given["id"] == "abcdefgh1"
+    _, (new, *_), _ = streamed("mistral", f"[TOOL_CALLS][{CALL}]", "stop")
+    assert len(new["id"]) == 9
+    assert new["id"].isalnum()
+    _, (long, *_), _ = streamed("hermes", f"<tool_call>{CALL}</tool_call>", "stop")
+    assert long["id"].startswith("call_")

@@ -85,7 +85,9 @@ ALL = [
 async def test_every_error_keeps_its_class_and_text_over_the_wire(
     kind: type[errors.OutriderError],
 ) -> None:
-    sent = kind("top_p", "is 2 – too much") if kind is errors.InvalidRequest else kind("so: it failed – really")
+    sent = (
+        kind("top_p", "is 2 – too much") if issubclass(kind, errors.InvalidRequest) else kind("so: it failed – really")
+    )
     back = from_rpc_error(await outcome(failing(sent)))
     assert type(back) is kind
     assert str(back) == str(sent)

@@ -30,14 +30,15 @@ class AnswerReader:
     """Reads an answer to messages while it comes."""
 
     def __init__(self, form: ModelForm = PLAIN_FORM, terms: AnswerTerms = ANY_TERMS) -> None:
+        self.form = form
         self._reasoning = ReasoningReader(opened=form.reasoning == "opened") if form.reasoning else None
         known = FORMATS.get(form.tool_format) if terms.tools else None
         self._calls = CallReader(known, terms.tools) if known is not None else None
 
     @property
     def called(self) -> bool:
-        """Whether a call has begun."""
-        return self._calls is not None and self._calls.calls > 0
+        """Whether there are calls, all of them whole."""
+        return self._calls is not None and self._calls.called
 
     def read(self, text: str) -> list[CallPiece]:
         """Return what follows from more of the answer."""

@@ -11,20 +11,27 @@ SPACES = " \t\r\n"
 class CallObject:
     """Reads an object with a name and arguments, character by character. The arguments are given out as they come."""
 
-    def __init__(self, name: str = "") -> None:
-        """`name`: of the tool, if it came before the object, which then is the arguments alone."""
+    def __init__(self, name: str = "", id_: str = "") -> None:
+        """`name`, `id_`: of tool and call, if they came before the object, which is the arguments alone then."""
         self.name = name
+        self.id = id_
         self.complete = False
         self.broken = False  # it is no JSON object, or its name is no text
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None  # of the value that is read; None: a key or its end is expected
         self._colon = False  # there was one after the key
+        self._ended = False  # the value, which is a string, a list or an object
         self._text: list[str] = []  # of the key or value that is read; of arguments that are given out, the beginning
         self._given: list[str] = []  # arguments that were not taken yet
         self._alone = bool(name)
         if self._alone:
             self._depth, self._key, self._colon = 1, ARGUMENTS[0], True
+
+    @property
+    def known(self) -> bool:
+        """Whether the name is known, and the object has begun."""
+        return bool(self.name) and (not self._alone or bool(self._text))
 
     def read(self, text: str) -> int:
         """Read as much of the text as belongs to the object, and return how many characters those are."""
@@ -50,6 +57,8 @@ class CallObject:
                 self._in_string = False
                 if self._depth == 1 and self._key is None:
                     self._end_key()
+                else:
+                    self._ended = self._depth == 1
         elif self._depth == 0:
             self._open(character)
         elif self._depth == 1 and not self._colon:
@@ -84,10 +93,14 @@ class CallObject:
             return
         if character in SPACES and not self._text:
             return
+        if self._ended:
+            self.broken = character not in SPACES  # its own brace is missing
+            return
         if character in "{[":
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
+            self._ended = self._depth == 1
         self._in_string = character == '"'
         self._add(character)
         self.complete = self._alone and self._depth == 1
@@ -108,7 +121,7 @@ class CallObject:
             self.broken = not self.name
         elif self._key in ARGUMENTS and self._text[:1] == ['"']:
             self._given.append(self._string())  # OpenAI's own form: JSON in a string
-        self._key, self._colon, self._text = None, False, []
+        self._key, self._colon, self._ended, self._text = None, False, False, []
 
     def _string(self) -> str:
         try:

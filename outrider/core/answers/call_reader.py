@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from enum import Enum, auto
 from typing import NamedTuple
@@ -20,6 +21,8 @@ class CallPiece(NamedTuple):
     text: str  # of a call: of its arguments, which are JSON
     call: int = CONTENT  # number of the call, or one of the above
     name: str = ""  # of the tool, in the first part of a call
+    id: str = ""  # of the call, in its first part, if the model gave one
+    failed: bool = False  # the call's arguments are no JSON: `text` is what the model wrote instead of a call
 
 
 class _Place(Enum):
@@ -30,25 +33,35 @@ class _Place(Enum):
 
 
 class CallReader:
-    """Divides an answer into content and calls, without changing either.
+    """Divides an answer into content and calls. The arguments of a call are a JSON object; all else is content,
+    without the marks of calls.
 
-    What may become a call is kept back until that is known. Where the model's form has no mark before calls, and where
+    What may become a call is kept back until its name is known; then its arguments are given out as they come, and the
+    last part says so where they have turned out to be none. Where the model's form has no mark before calls, and where
     the mark is missing, an answer that begins with JSON is a call if that names one of the tools.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         """`names`: of the tools."""
         self.calls = 0  # number of calls that have begun
+        self.failed = False  # one of them was none
         self._form = form
         self._names = names
         self._mark, self._end = form.begin.strip(), form.end.strip()
         self._bare = form.listed or not self._mark  # calls may come without a mark, as long as no content has
         self._place = _Place.CONTENT
         self._kept = ""  # text that was not looked at yet
-        self._raw = ""  # text that is a call only if a name follows
+        self._raw: list[str] = []  # text that is a call only if it is read to its end
         self._marked = False  # so it is one whatever the name
         self._listed = False  # within a list
         self._object = CallObject()
+        self._begun = False  # the call's first part was given out
+        self._arguments: list[str] = []  # of the call
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, all of them whole."""
+        return self.calls > 0 and not self.failed and not self._begun
 
     def read(self, text: str) -> list[CallPiece]:
         """Return what follows from more of the answer."""
@@ -56,9 +69,13 @@ class CallReader:
         return [*self._pieces(last=False)]
 
     def finish(self) -> list[CallPiece]:
-        """Return what was kept back, at the end of the answer. A call that was cut off stays as it is."""
+        """Return what was kept back, at the end of the answer. A call that was cut off has failed."""
         pieces = [*self._pieces(last=True)]
-        left, self._raw, self._kept = self._raw + self._kept, "", ""
+        if self._begun:
+            pieces += self._end_call()
+        left, self._kept = "".join(self._raw) + self._kept, ""
+        self._raw = []
+        left = left.strip() if self._marked else left
         return [*pieces, CallPiece(left)] if left.strip() or (left and not self.calls) else pieces
 
     def _pieces(self, *, last: bool) -> Iterator[CallPiece]:
@@ -73,14 +90,15 @@ class CallReader:
             yield from steps[self._place](last=last)
 
     def _read_content(self, *, last: bool) -> Iterator[CallPiece]:
-        place = self._kept.find(self._mark) if self._mark else -1
+        place, mark = self._first_mark()
         opening = self._kept.lstrip()[:1]
-        if place >= 0:
-            before, self._raw = self._kept[:place], self._mark
-            self._kept = self._kept[place + len(self._mark) :]
-            self._place, self._marked, self._bare = _Place.BEFORE, True, False
+        if mark:
+            before, self._kept = self._kept[:place], self._kept[place + len(mark) :]
+            self._bare = False
+            if mark == self._mark:
+                self._place, self._marked, before = _Place.BEFORE, True, before.rstrip()
             if before.strip():
-                yield CallPiece(before.rstrip())
+                yield CallPiece(before)
         elif self._bare and opening and not last and self._mark.startswith(self._kept.lstrip()):
             return
         elif self._bare and opening in ("{", "["):
@@ -92,9 +110,14 @@ class CallReader:
                 self._bare = False
                 yield CallPiece(content)
 
+    def _first_mark(self) -> tuple[int, str]:
+        """Return where the first mark is in the text, and which; an end without a beginning is none of the content."""
+        found = [(self._kept.find(mark), mark) for mark in (self._mark, self._end) if mark and mark in self._kept]
+        return min(found, default=(-1, ""))
+
     def _may_be_mark(self) -> int:
         """Return how many characters at the end may belong to a mark, or are the spaces before it."""
-        begun = begun_mark(self._kept, self._mark)
+        begun = max(begun_mark(self._kept, mark) for mark in (self._mark, self._end))
         sure = self._kept[: len(self._kept) - begun]
         return begun + len(sure) - len(sure.rstrip())
 
@@ -103,41 +126,59 @@ class CallReader:
         if self._form.separator:
             yield from self._read_name(last=last)
         elif opening == "{":
-            self._place, self._object = _Place.OBJECT, CallObject()
+            self._begin_object(CallObject())
         elif opening == "[" and not self._listed and (self._form.listed or not self._marked):
             self._listed = True
-            self._raw += self._pass_over("[")
+            self._raw.append(self._pass_over("["))
         elif opening:
             yield from self._give_up()
 
     def _read_name(self, *, last: bool) -> Iterator[CallPiece]:
         """Read what is before the separator: the name, and perhaps the call's number."""
         before, separator, after = self._kept.partition(self._form.separator)
-        name = before.partition(CALL_ID)[0].strip()
-        if separator and name:
-            self._place, self._object = _Place.OBJECT, CallObject(name)
-            self._raw, self._kept, self._bare = "", after, False
-            self.calls += 1
-            yield CallPiece("", self.calls - 1, name)
+        name, _, id_ = before.partition(CALL_ID)
+        if separator and name.strip():
+            self._raw, self._kept = [before.replace(CALL_ID, "")], after
+            self._begin_object(CallObject(name.strip(), id_.strip()))
         elif separator or last or len(before) > LONGEST_NAME:
+            self._kept = self._kept.replace(separator, "", 1) if separator else self._kept
             yield from self._give_up()
 
+    def _begin_object(self, object_: CallObject) -> None:
+        self._place, self._object, self._arguments = _Place.OBJECT, object_, []
+
     def _read_object(self, *, last: bool) -> Iterator[CallPiece]:
-        call, known = self._object, bool(self._object.name)
+        call = self._object
         taken = call.read(self._kept)
-        self._raw, self._kept = self._raw + self._kept[:taken], self._kept[taken:]
-        if not known and call.name and self._is_tool(call.name):
-            self._raw, self._bare, known = "", False, True
+        self._raw.append(self._kept[:taken])
+        self._kept = self._kept[taken:]
+        if not self._begun and call.known and self._is_tool(call.name):
+            self._begun, self._bare = True, False
             self.calls += 1
-            yield CallPiece("", self.calls - 1, call.name)
-        if known:
-            self._raw = ""
-            if text := call.take():
-                yield CallPiece(text, self.calls - 1)
+            yield CallPiece("", self.calls - 1, call.name, call.id)
+        if self._begun:
+            yield from self._arguments_so_far()
             if call.complete or call.broken:
-                self._place = _Place.AFTER
+                yield from self._end_call()
         elif call.name or call.complete or call.broken:
             yield from self._give_up()
+
+    def _arguments_so_far(self) -> Iterator[CallPiece]:
+        if text := self._object.take():
+            self._arguments.append(text)
+            yield CallPiece(text, self.calls - 1)
+
+    def _end_call(self) -> Iterator[CallPiece]:
+        """End a call: one without arguments has empty ones, and one whose arguments are whole may lack its brace."""
+        if self._object.complete and not self._arguments:
+            self._arguments.append("{}")
+            yield CallPiece("{}", self.calls - 1)
+        self._begun, self._place = False, _Place.AFTER
+        if not _is_object("".join(self._arguments)):
+            text = "".join(self._raw)
+            self.failed, self._place = True, _Place.CONTENT
+            yield CallPiece(text.strip(" \n,;") if self._marked else text, self.calls - 1, failed=True)
+        self._raw, self._arguments = [], []
 
     def _is_tool(self, name: str) -> bool:
         return self._marked or name in self._names
@@ -154,7 +195,7 @@ class CallReader:
             self._pass_over("]")
             self._listed, self._place = False, _Place.CONTENT
         elif opening and opening == ("," if self._listed else ";"):
-            self._raw = self._pass_over(opening)
+            self._raw = [self._pass_over(opening)]
             self._place = _Place.BEFORE
         elif opening:
             self._place = _Place.CONTENT
@@ -168,7 +209,17 @@ class CallReader:
 
     def _give_up(self) -> Iterator[CallPiece]:
         """Give out as content what has turned out to be no call."""
-        content, self._raw = self._raw, ""
+        content, self._raw = "".join(self._raw), []
         self._place, self._bare, self._listed = _Place.CONTENT, False, False
+        if self._marked:
+            content = content.lstrip()
+            self._kept = self._kept if content else self._kept.lstrip()
         if content:
             yield CallPiece(content)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -5,10 +5,13 @@ A model's form follows from its chat template, which shows the calls of earlier 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.answers.schemas import closed, nested
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
@@ -31,10 +34,11 @@ class ToolFormat(NamedTuple):
     listed: bool  # all calls are in one JSON list
     marks: tuple[str, ...]  # in the chat templates of such models
     separator: str = ""  # between name and arguments; empty: a call is one object
+    short_ids: bool = False  # the template takes only ids of nine letters and digits: see `short_id`
 
     @property
     def written(self) -> tuple[str, ...]:
-        """What answers have around calls, which may be special tokens."""
+        """What answers have around calls, which may be added tokens."""
         texts = (self.begin.strip(), self.end.strip(), self.separator, CALL_ID if self.separator else "")
         return tuple(text for text in texts if text)
 
@@ -43,11 +47,20 @@ FORMATS = {
     each.name: each
     for each in (
         ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments", False, ("<tool_call>",)),
-        ToolFormat("mistral11", "[TOOL_CALLS]", "", "", "arguments", False, ("[TOOL_CALLS]", "[ARGS]"), "[ARGS]"),
-        ToolFormat("mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")),
+        ToolFormat("mistral11", "[TOOL_CALLS]", "", "", "arguments", False, ("[TOOL_CALLS]", "[ARGS]"), "[ARGS]", True),
+        ToolFormat(
+            "mistral", "[TOOL_CALLS]", "", ", ", "arguments", True, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "", True
+        ),
         ToolFormat("llama3", "", "", "; ", "parameters", False, ("<|start_header_id|>", '"parameters"')),
     )
 }  # by name; hermes: Hermes 2 Pro and later, Qwen 2.5 and 3; mistral11: tokenizers from version 11 on; llama3: from 3.1
+
+
+def short_id(given: str) -> str:
+    """Return the id of a call as such templates take it; equal ids stay equal."""
+    if re.fullmatch(r"[a-zA-Z0-9]{9}", given):
+        return given
+    return hashlib.blake2b(given.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 class Tools(NamedTuple):
@@ -103,36 +116,36 @@ def _checked(index: int, tool: Any) -> Mapping[str, Any]:
     return function
 
 
-def calls_grammar(form: ToolFormat, tools: Tools, special: Callable[[str], int | None]) -> Grammar:
-    """Return the grammar of an answer that is one or more calls; `special` returns the id of a special token, None for
+def calls_grammar(form: ToolFormat, tools: Tools, added: Callable[[str], int | None]) -> Grammar:
+    """Return the grammar of an answer that is one or more calls; `added` returns the id of an added token, None for
     another text."""
     functions = [tool["function"] for tool in tools.definitions]
     wanted = [function for function in functions if tools.name in ("", function["name"])]
-    begin, end, between = (_terminals(text, special) for text in (form.begin, form.end, form.between))
+    begin, end, between = (_terminals(text, added) for text in (form.begin, form.end, form.between))
     call, opening, closing = (
         ("function", f'{begin} "[" ', ' "]"') if form.listed else (f"{begin} function {end}", "", "")
     )
     more = "" if tools.single or tools.name else f" ({between} call){{0,{MAX_CALLS - 1}}}"
     rules = [f"start: {opening}call{more}{closing}", f"call: {call}"]
     rules.append("function: " + " | ".join(f"f{index}" for index in range(len(wanted))))
-    rules += [f"f{index}: {_call(form, function, special)}" for index, function in enumerate(wanted)]
+    rules += [f"f{index}: {_call(form, function, added)}" for index, function in enumerate(wanted)]
     return Grammar("lark", "\n".join(rules))
 
 
-def _call(form: ToolFormat, function: Mapping[str, Any], special: Callable[[str], int | None]) -> str:
+def _call(form: ToolFormat, function: Mapping[str, Any], added: Callable[[str], int | None]) -> str:
     """Return what a call of a function is, in Lark's form."""
     if not form.separator:
         return f"%json {json.dumps(_call_schema(form, function))}"
-    number = f"({_terminals(CALL_ID, special)} /[a-zA-Z0-9]{{9}}/)? " if special(CALL_ID) is not None else ""
+    number = f"({_terminals(CALL_ID, added)} /[a-zA-Z0-9]{{9}}/)? " if added(CALL_ID) is not None else ""
     arguments = {**_arguments_schema(function), "x-guidance": COMPACT}
-    name, separator = json.dumps(function["name"]), _terminals(form.separator, special)
+    name, separator = json.dumps(function["name"]), _terminals(form.separator, added)
     return f"{name} {number}{separator} %json {json.dumps(arguments)}"
 
 
-def _terminals(text: str, special: Callable[[str], int | None]) -> str:
-    """Return the text in Lark's form, a special token in it as such."""
+def _terminals(text: str, added: Callable[[str], int | None]) -> str:
+    """Return the text in Lark's form, an added token in it as such."""
     bare = text.strip()
-    id_ = special(bare) if bare else None
+    id_ = added(bare) if bare else None
     if id_ is None:
         return json.dumps(text) if text else ""
     parts = text.partition(bare)
@@ -140,9 +153,10 @@ def _terminals(text: str, special: Callable[[str], int | None]) -> str:
 
 
 def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = nested(_arguments_schema(function), f"/properties/{form.arguments}")
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: _arguments_schema(function)},
+        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
         "required": ["name", form.arguments],
         "additionalProperties": False,
         "x-guidance": COMPACT,
@@ -150,7 +164,11 @@ def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the schema of a function's arguments. One that says nothing of them has none."""
+    given = function.get("parameters") or {}
+    says_nothing = given.keys() <= {"type", "title", "description", "required", "$schema"}
+    schema: Mapping[str, Any] = closed({**given, "type": "object", "properties": {}} if says_nothing else given)
+    return schema
 
 
 def read_calls(field: str, text: str, bounds: JsonBounds) -> tuple[dict[str, Any], ...]:

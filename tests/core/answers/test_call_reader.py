@@ -28,9 +28,22 @@ CASES: list[tuple[str, str, Read]] = [
     ),
     ("hermes", f"<tool_call>\n{OTHER}\n</tool_call> Done.", (" Done.", [("launch", "{}")])),
     ("hermes", "if a <tool and b < c: \n", ("if a <tool and b < c: \n", [])),
-    ("hermes", "<tool_call>\nnot now</tool_call>", ("<tool_call>\nnot now</tool_call>", [])),
-    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"zo', ("", [("time", '{"zo')])),
-    ("hermes", '<tool_call>\n{"na', ('<tool_call>\n{"na', [])),
+    ("hermes", "<tool_call>\nnot now</tool_call>", ("not now", [])),
+    ("hermes", "</tool_call> or </tool", (" or </tool", [])),
+    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"zo', ('{"name": "time", "arguments": {"zo', [])),
+    ("hermes", '<tool_call>\n{"na', ('{"na', [])),
+    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"x": 7}\n</tool_call>!', ("!", [("time", '{"x": 7}')])),
+    ("hermes", '<tool_call>\n{"name": "time", "arguments": {"x": 7}', ("", [("time", '{"x": 7}')])),
+    ("hermes", '<tool_call>\n{"name": "time"}\n</tool_call>', ("", [("time", "{}")])),
+    ("hermes", '<tool_call>\n{"name": "time"} so\n</tool_call>', (" so\n", [("time", "{}")])),
+    ("hermes", f"<tool_call>{TIME}</tool_call><tool_call>{WEATHER[:40]}", (WEATHER[:40], [("time", "{}")])),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": {x: 7}}</tool_call>',
+        ('{"name": "time", "arguments": {x: 7}}', []),
+    ),
+    ("hermes", '<tool_call>{"name": "time", "arguments": 7}</tool_call>', ('{"name": "time", "arguments": 7}', [])),
+    ("hermes", '<tool_call>{"name": "time", "arguments": "no"}', ('{"name": "time", "arguments": "no"}', [])),
     ("hermes", WEATHER, (WEATHER, [])),
     ("llama3", WEATHER, ("", [("weather", ARGUMENTS)])),
     ("llama3", f" {TIME}; {WEATHER}", ("", [("time", "{}"), ("weather", ARGUMENTS)])),
@@ -51,11 +64,15 @@ CASES: list[tuple[str, str, Read]] = [
         f"[TOOL_CALLS]time[CALL_ID]a1b2c3d4e[ARGS] {{}}[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
         ("", [("time", "{}"), ("weather", ARGUMENTS)]),
     ),
-    ("mistral11", "[TOOL_CALLS]time", ("[TOOL_CALLS]time", [])),
-    ("mistral11", f"[TOOL_CALLS]{'x' * 300} y", (f"[TOOL_CALLS]{'x' * 300} y", [])),
-    ("mistral11", "[TOOL_CALLS][ARGS]{}", ("[TOOL_CALLS][ARGS]{}", [])),
-    ("mistral11", '[TOOL_CALLS]time[ARGS]{"zo', ("", [("time", '{"zo')])),
-    ("mistral11", "[TOOL_CALLS]time[ARGS]none", ("none", [("time", "")])),
+    ("mistral11", "[TOOL_CALLS]time", ("time", [])),
+    ("mistral11", f"[TOOL_CALLS]{'x' * 300} y", (f"{'x' * 300} y", [])),
+    ("mistral11", "[TOOL_CALLS][ARGS]{}", ("{}", [])),
+    ("mistral11", '[TOOL_CALLS]time[ARGS]{"zo', ('time{"zo', [])),
+    ("mistral11", "[TOOL_CALLS]time[ARGS]none", ("timenone", [])),
+    ("mistral11", "[TOOL_CALLS]time[ARGS]{} then", (" then", [("time", "{}")])),
+    ("mistral", f"[TOOL_CALLS] [{TIME}, {WEATHER[:40]}", (WEATHER[:40], [("time", "{}")])),
+    ("llama3", '{"name": "time", "parameters": {"zo', ('{"name": "time", "parameters": {"zo', [])),
+    ("llama3", '{"name": "time"}', ("", [("time", "{}")])),
     ("llama3", '{"name": 3}', ('{"name": 3}', [])),
     ("llama3", '{"name" "time"}', ('{"name" "time"}', [])),
     ("llama3", '{"name": "time", "parameters": {}, oops} more', ("oops} more", [("time", "{}")])),
@@ -63,18 +80,20 @@ CASES: list[tuple[str, str, Read]] = [
 
 
 def joined(pieces: list[CallPiece]) -> Read:
-    content, calls = "", list[tuple[str, str]]()
+    content, calls = "", dict[int, tuple[str, str]]()
+    begun = 0
     for piece in pieces:
-        if piece.call < 0:
+        if piece.call < 0 or piece.failed:
             assert not piece.name
             content += piece.text
+            calls.pop(piece.call, None)
         else:
-            assert (piece.call == len(calls)) is bool(piece.name)
-            if piece.name:
-                calls.append((piece.name, ""))
-            name, arguments = calls[piece.call]
+            assert (piece.call == begun) is bool(piece.name)
+            begun += bool(piece.name)
+            name, arguments = calls.get(piece.call, (piece.name, ""))
             calls[piece.call] = name, arguments + piece.text
-    return content, calls
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls.values())
+    return content, [*calls.values()]
 
 
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)

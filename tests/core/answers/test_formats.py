@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 from outrider.core.answers.call_reader import CallReader
@@ -83,6 +85,38 @@ def test_an_answer_that_must_be_calls_has_no_other_content(form: str, chosen: di
         counts.add(reader.calls)
     assert min(counts) >= 1
     assert (max(counts) > 1) == (chosen == {"required": True})
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    x: Annotated[int, Field(ge=0, le=9)]
+    color: Color
+
+
+class Shape(BaseModel):
+    points: Annotated[list[Point], Field(max_length=2)]
+    inner: Shape | None = None
+
+
+@pytest.mark.parametrize("form", [*FORMATS])
+def test_arguments_of_nested_pydantic_models_are_followed(form: str) -> None:
+    tool = {"type": "function", "function": {"name": "draw", "parameters": Shape.model_json_schema()}}
+    for seed in (1, 3):
+        reader = CallReader(FORMATS[form], ("draw",))
+        pieces = [*reader.read(answer(form, Tools((tool,), name="draw"), seed)), *reader.finish()]
+        shape = json.loads("".join(piece.text for piece in pieces))
+        Shape.model_validate(shape)
+        assert shape.keys() <= {"points", "inner"}
+
+
+@pytest.mark.parametrize("parameters", [{}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}])
+def test_a_function_without_parameters_has_no_arguments(parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "stop", "parameters": parameters}}
+    assert json.loads(answer("llama3", Tools((tool,), name="stop"), 1))["parameters"] == {}
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:

@@ -355,3 +355,18 @@ async def test_only_the_caller_that_kills_the_template_process_waits_for_the_nex
         assert await template.render([TemplateMessage("user", "1")], "two") == "done"
     finally:
         template.close()
+
+
+async def test_ids_of_calls_are_as_the_template_of_mistral_takes_them(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    ids = "{{ messages[0].tool_calls[0].id }} {{ messages[1].tool_call_id }}"
+    for marks, short in (("[TOOL_CALLS][AVAILABLE_TOOLS]", True), ("<tool_call>", False)):
+        template = template_of(opened(folder(f"{{% if tools %}}{marks}{{% endif %}}{ids}")))
+        for given in ("call_0123456789abcdef", "abcdefgh1"):
+            call = {"id": given, "type": "function", "function": {"name": "f", "arguments": {}}}
+            messages = [TemplateMessage("assistant", "", (call,)), TemplateMessage("tool", "x", (), given)]
+            made, answered = (await template.render(messages)).split()
+            assert made == answered
+            assert (made == given) is (not short or given == "abcdefgh1")
+            assert len(made) == (9 if short else len(given))
