@@ -26,11 +26,11 @@ from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import streams
-from outrider.gateway.request_ids import REQUEST_ID, numbered
 from outrider.gateway.respond import answer, unless_gone
 from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, ResponseTerms, UnloadAdapter
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.gateway.traces import linked
+from outrider.gateway.transport.request_ids import REQUEST_ID, numbered
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.supervision import keep_running
 
