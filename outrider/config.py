@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from outrider.core.backend import Backend
 from outrider.errors import ConfigError
 from outrider.hub import hub_name
 
@@ -38,7 +39,6 @@ TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequo
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]  # see outrider.core.proposers.lookup
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
-Backend = Literal["auto", "native", "transformers"]  # of models: see `ENGINES` in outrider.engine.loading
 WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
 CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.config import Backend
+from outrider.core.backend import Backend
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
@@ -231,7 +231,7 @@ def _load_transformers(path: Path, it: EngineSettings) -> Engine:
 class EngineKind(NamedTuple):
     """A kind of engine."""
 
-    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.config.Backend`
+    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.core.backend`
     runs: Callable[[EngineSettings], bool]  # whether it is for these settings, where no kind before it is
     load: Callable[[Path, EngineSettings], Engine]  # raises as `load_engine`
 

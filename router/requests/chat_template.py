@@ -6,18 +6,21 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenizers import AddedToken
+
 from outrider.core.answers.answer_reader import ModelForm
 from outrider.core.answers.formats import FORMATS, format_of, short_id
-from outrider.core.answers.reasoning import reasoning_of
+from outrider.core.answers.reasoning import BEGIN, END, reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
 from outrider.limits.fair_turns import FairTurns
+from router.requests.control_tokens import ControlTokens, unused_divider
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -50,12 +53,20 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS, tool_format: str = ""
+        self,
+        path: Path,
+        source: str,
+        variables: dict[str, str],
+        seconds: float = SECONDS,
+        tool_format: str = "",
+        added: Iterable[AddedToken] = (),
     ) -> None:
         """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
-        the processor, for one conversation; `tool_format`: in which the model writes calls; empty: as the source shows.
+        the processor, for one conversation; `tool_format`: in which the model writes calls; empty: as the source shows;
+        `added`: tokens of the tokenizer, see `ControlTokens`.
         """
         form = format_of(source, tool_format)
+        self._control = ControlTokens(added, source)
         self.form = ModelForm(form.name if form else "", reasoning_of(source))
         self._path = path
         self._setup = {"template": source, "variables": variables, "seconds": seconds}
@@ -76,19 +87,20 @@ class ChatTemplate:
         tenant: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
-    ) -> str:
-        """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included;
-        `tools`: that it may call, in OpenAI's form; `variables`: further inputs of the template, by name.
+    ) -> list[str]:
+        """Return the prompt of a tenant's messages, up to where the assistant is to answer, control tokens included;
+        `tools`: that it may call, in OpenAI's form; `variables`: further inputs of the template, by name. It is divided
+        within each control token that the tenant has sent: its parts are texts to be tokenized one by one.
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
         try:
-            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables)
+            parts = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables)
         except _TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
-        if not text:
+        if not any(parts):
             raise InvalidRequest("messages", "the model's chat template renders an empty prompt")
-        return text
+        return parts
 
     def close(self) -> None:
         """End the process, and wait for a rendering that runs."""
@@ -97,13 +109,18 @@ class ChatTemplate:
 
     def _render_blocking(
         self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
+    ) -> list[str]:
         if self._process is None:
             self._start()
         try:
-            messages = [self._with_ids(message) for message in messages]
-            inputs = {"messages": [it.for_template for it in messages], "tools": [*tools] or None}
-            return self._request({"inputs": {**variables, **inputs}})
+            said = [self._with_ids(message).for_template for message in messages]
+            divider = unused_divider(said, tools, variables)
+            inputs = self._control.divide({**variables, "tools": [*tools] or None}, divider)
+            inputs["messages"] = [
+                self._control.divide(it, divider, allowed=(BEGIN, END) if it["role"] == "assistant" else ())
+                for it in said
+            ]
+            return self._request({"inputs": inputs}).split(divider)
         finally:
             if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
                 with suppress(_TemplateError):
@@ -169,7 +186,9 @@ class _TemplateError(Exception):
     """A template does not compile, or refuses messages."""
 
 
-def read_chat_template(folder: Path, seconds: float = SECONDS, tool_format: str = "") -> ChatTemplate | None:
+def read_chat_template(
+    folder: Path, seconds: float = SECONDS, tool_format: str = "", added: Iterable[AddedToken] = ()
+) -> ChatTemplate | None:
     """Return the chat template in a checkpoint's folder, checked; None if it has none. The rest as `ChatTemplate`.
 
     Raises CheckpointError naming the file.
@@ -197,7 +216,7 @@ def read_chat_template(folder: Path, seconds: float = SECONDS, tool_format: str 
         return None
     if not isinstance(source, str):
         raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
-    template = ChatTemplate(path, source, _special_tokens(config), seconds, tool_format)
+    template = ChatTemplate(path, source, _special_tokens(config), seconds, tool_format, added)
     try:
         template.check()
     except BaseException:

@@ -125,9 +125,12 @@ class ServedModel:
         Raises TooLong for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
         takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
         """
-        if len(text) > _LONG_TEXT:
-            return await self.turns.run(None, tenant, self._encode, text, special, context)
-        return self._encode(text, special, context)
+        return await self._encode_parts([text], tenant, special, context)
+
+    async def _encode_parts(self, parts: Sequence[str], tenant: str, special: bool, context: int) -> tuple[int, ...]:
+        if sum(map(len, parts)) > _LONG_TEXT:
+            return await self.turns.run(None, tenant, self._encode, parts, special, context)
+        return self._encode(parts, special, context)
 
     async def encode_chat(
         self,
@@ -138,15 +141,16 @@ class ServedModel:
         variables: Mapping[str, Any] = NO_VARIABLES,
         context: int = 0,
     ) -> tuple[int, ...]:
-        """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
+        """Return the token ids of the prompt of a tenant's messages. Only the template writes control tokens: what the
+        tenant has sent is text, whatever it spells.
 
         Raises InvalidRequest if there is no template or it refuses the messages, Overloaded when too many of the
         tenant's messages wait, and as `encode`.
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        prompt = await self.chat.render(messages, tenant, tools, variables)
-        return await self.encode(prompt, tenant, special=False, context=context)
+        parts = await self.chat.render(messages, tenant, tools, variables)
+        return await self._encode_parts(parts, tenant, False, context)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
         """Raise InvalidRequest for a tenant's grammar that cannot be followed, and as `GrammarCompiler.check`."""
@@ -160,17 +164,18 @@ class ServedModel:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _encode(self, text: str, special: bool, context: int) -> tuple[int, ...]:
-        if context and len(text) > _USUAL * context:
+    def _encode(self, parts: Sequence[str], special: bool, context: int) -> tuple[int, ...]:
+        if context and sum(map(len, parts)) > _USUAL * context:
             counted = 0
-            for start in range(0, len(text), _PIECE):
-                counted += len(self.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
-                if counted > _SLACK * context:
-                    raise TooLong(
-                        "prompt",
-                        f"has more than {counted} tokens, must have at most {context - 1}: the context has {context}",
-                    )
-        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+            for part in parts:
+                for start in range(0, len(part), _PIECE):
+                    counted += len(self.tokenizer.encode(part[start : start + _PIECE], add_special_tokens=False).ids)
+                    if counted > _SLACK * context:
+                        raise TooLong(
+                            "prompt",
+                            f"has over {counted} tokens, must have at most {context - 1}: the context has {context}",
+                        )
+        return tuple(id_ for part in parts for id_ in self.tokenizer.encode(part, add_special_tokens=special).ids)
 
 
 def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_format: str = "") -> ServedModel:
@@ -192,7 +197,8 @@ def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_fo
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
     eos_ids = tuple(_eos_ids(folder))
     grammars = GrammarCompiler(folder, tokenizer.get_vocab_size(), eos_ids)
-    return ServedModel(name, tokenizer, digest, eos_ids, read_chat_template(folder, template_s, tool_format), grammars)
+    chat = read_chat_template(folder, template_s, tool_format, tokenizer.get_added_tokens_decoder().values())
+    return ServedModel(name, tokenizer, digest, eos_ids, chat, grammars)
 
 
 def _eos_ids(folder: Path) -> Iterable[int]:

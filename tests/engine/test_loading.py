@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from outrider.config import Backend
+from outrider.core.backend import Backend
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import ENGINES, chosen_backend, load_engine, outline

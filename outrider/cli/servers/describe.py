@@ -13,7 +13,7 @@ import typer
 
 from outrider.cli.command import figures_table, reported
 from outrider.cli.flags import TLS
-from outrider.config import Backend
+from outrider.core.backend import Backend
 from outrider.core.session.speculation_status import printable
 
 if TYPE_CHECKING:
