@@ -18,9 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from outrider.core.backend import Backend
 from outrider.errors import ConfigError
-from outrider.hub import hub_name
+from outrider.hub import Backend, hub_name
 
 
 def _address(value: str) -> str:

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from outrider.errors import CheckpointError
+
+Backend = Literal["auto", "native", "transformers"]  # what loads a checkpoint: see `ENGINES` in outrider.engine.loading
 
 # Files to download before the weights. Outrider reads weights only as safetensors, so no other weight file is listed.
 CARD = "outrider.json"  # a speculator's model card; see outrider.engine.checkpoints.model_card

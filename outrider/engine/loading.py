@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.core.backend import Backend
 from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
@@ -23,6 +22,7 @@ from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
+from outrider.hub import Backend
 
 # Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
@@ -231,7 +231,7 @@ def _load_transformers(path: Path, it: EngineSettings) -> Engine:
 class EngineKind(NamedTuple):
     """A kind of engine."""
 
-    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.core.backend`
+    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.hub`
     runs: Callable[[EngineSettings], bool]  # whether it is for these settings, where no kind before it is
     load: Callable[[Path, EngineSettings], Engine]  # raises as `load_engine`
 

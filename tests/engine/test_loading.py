@@ -12,13 +12,13 @@ from typing import Any, get_args
 
 import pytest
 
-from outrider.core.backend import Backend
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
 from outrider.engine.loading import ENGINES, chosen_backend, load_engine, outline
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.treeless import TreelessEngine
 from outrider.errors import CheckpointError, ConfigError
+from outrider.hub import Backend
 from tests.engine.families import CONTEXT, WINDOW, make_family
 from tests.engine.small_checkpoints import make_checkpoint
 

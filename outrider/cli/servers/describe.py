@@ -13,8 +13,8 @@ import typer
 
 from outrider.cli.command import figures_table, reported
 from outrider.cli.flags import TLS
-from outrider.core.backend import Backend
 from outrider.core.session.speculation_status import printable
+from outrider.hub import Backend
 
 if TYPE_CHECKING:
     import grpc.aio

@@ -96,9 +96,9 @@ class CallReader:
             before, self._kept = self._kept[:place], self._kept[place + len(mark) :]
             self._bare = False
             if mark == self._mark:
-                self._place, self._marked, before = _Place.BEFORE, True, before.rstrip()
+                self._place, self._marked = _Place.BEFORE, True
             if before.strip():
-                yield CallPiece(before)
+                yield CallPiece(before.rstrip())
         elif self._bare and opening and not last and self._mark.startswith(self._kept.lstrip()):
             return
         elif self._bare and opening in ("{", "["):
@@ -160,7 +160,7 @@ class CallReader:
             yield from self._arguments_so_far()
             if call.complete or call.broken:
                 yield from self._end_call()
-        elif call.name or call.complete or call.broken:
+        elif call.known or call.complete or call.broken:
             yield from self._give_up()
 
     def _arguments_so_far(self) -> Iterator[CallPiece]:

@@ -229,4 +229,4 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     try:
         return Tokenizer.from_buffer(content), tokenizer_digest(content)
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: is no tokenizer ({error}); download the checkpoint again") from None
+        raise CheckpointError(f"{path}: is not a tokenizer ({error}); download the checkpoint again") from None

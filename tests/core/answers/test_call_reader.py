@@ -35,7 +35,7 @@ CASES: list[tuple[str, str, Read]] = [
     ("hermes", '<tool_call>\n{"name": "time", "arguments": {"x": 7}\n</tool_call>!', ("!", [("time", '{"x": 7}')])),
     ("hermes", '<tool_call>\n{"name": "time", "arguments": {"x": 7}', ("", [("time", '{"x": 7}')])),
     ("hermes", '<tool_call>\n{"name": "time"}\n</tool_call>', ("", [("time", "{}")])),
-    ("hermes", '<tool_call>\n{"name": "time"} so\n</tool_call>', (" so\n", [("time", "{}")])),
+    ("hermes", '<tool_call>\n{"name": "time"} so\n</tool_call>', (" so", [("time", "{}")])),
     ("hermes", f"<tool_call>{TIME}</tool_call><tool_call>{WEATHER[:40]}", (WEATHER[:40], [("time", "{}")])),
     (
         "hermes",

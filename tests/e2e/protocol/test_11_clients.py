@@ -217,7 +217,7 @@ async def test_statuses_carry_advice_and_the_error_class_in_the_trailer(stub: In
     code = grpc.StatusCode
     cases: list[tuple[Any, grpc.StatusCode, str, str]] = [
         (stub.Generate(request(temperature=-1)), code.INVALID_ARGUMENT, *wrong("temperature")),
-        (stub.Generate(request(max_tokens=5000)), code.INVALID_ARGUMENT, *wrong("max_tokens")),
+        (stub.Generate(request(max_tokens=5000)), code.INVALID_ARGUMENT, "TooLong", "max_tokens"),
         (stub.Generate(request("")), code.INVALID_ARGUMENT, *wrong("prompt")),
         (stub.Generate(request(key="k" * 129)), code.INVALID_ARGUMENT, *wrong("idempotency_key")),
         (stub.Generate(pb.GenerateRequest(text="x", model="gpt")), code.NOT_FOUND, "NotFound", ""),
