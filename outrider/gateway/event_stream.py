@@ -22,8 +22,10 @@ KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore and proxies c
 class EventStream(StreamingResponse):
     """A response of server-sent events. When the HTTP client disconnects, the sources are closed at once."""
 
-    def __init__(self, events: AsyncGenerator[str, None], parts: AsyncGenerator[ReceivedPart, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(
+        self, events: AsyncGenerator[str, None], parts: AsyncGenerator[ReceivedPart, None], headers: dict[str, str]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         self._sources = (events, parts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from io import StringIO
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -24,6 +25,8 @@ from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import ResponseTerms
 from outrider.gateway.serialize import Json, ResponseForm
 
+NOT_ENFORCED = "outrider-not-enforced"  # header: what the answer may break of the request's schemas
+MOST_SHOWN, MOST_CHARACTERS = 16, 1024  # of it
 HEADERS_S = 1.0  # longest wait for the first part of a stream before its headers are sent
 
 
@@ -53,7 +56,7 @@ async def answer(
             await parts.aclose()
             raise
         events = server_sent_events(form, head, asked, count, first, parts)
-        return EventStream(events, parts)
+        return EventStream(events, parts, _headers(asked))
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
     async with aclosing(parts):
@@ -71,7 +74,12 @@ async def answer(
     usage = serialize.cost(generations, asked.n)
     metrics = serialize.speculation(generations)
     content = serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics)
-    return StreamingResponse(body_pieces(content), media_type="application/json")
+    return StreamingResponse(body_pieces(content), media_type="application/json", headers=_headers(asked))
+
+
+def _headers(asked: ResponseTerms) -> dict[str, str]:
+    shown = [quote(pointer, safe="#/$") for pointer in asked.not_enforced[:MOST_SHOWN]]
+    return {NOT_ENFORCED: ", ".join(shown)[:MOST_CHARACTERS]} if shown else {}
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

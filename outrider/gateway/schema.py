@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
 from outrider.core.answers.formats import MAX_TOOLS
+from outrider.core.answers.schemas import followable
 from outrider.core.json_bounds import check_json
 from outrider.core.session.contract import MAX_LISTED, PolicyName, Priority, RuleName
 from outrider.errors import InvalidRequest
@@ -154,6 +155,7 @@ class ResponseTerms(NamedTuple):
     alternatives: int | None  # as `GenerationForm.alternatives`
     token_limit: int | None  # as `GenerationForm.token_limit`
     names: Mapping[str, str]  # the request's fields, by the SDK's names for them
+    not_enforced: Sequence[str] = ()  # what an answer may break of the request's schemas: JSON pointers
 
 
 class GenerationForm(RequestBody):
@@ -234,6 +236,7 @@ class GenerationForm(RequestBody):
             self.alternatives,
             self.token_limit,
             self.names,
+            [pointer for schema in self.schemas for pointer in _ignored(schema)],
         )
 
     @property
@@ -262,6 +265,11 @@ class GenerationForm(RequestBody):
             AnswerForm("grammar", "structured_outputs", given.grammar),
         )
         return [form for form in forms if form.value is not None]
+
+    @property
+    def schemas(self) -> list[Any]:
+        """The schemas that parts of the answer have to follow."""
+        return [form.value for form in self.forms if form.option == "schema"]
 
     @property
     def names(self) -> dict[str, str]:
@@ -306,6 +314,13 @@ class GenerationForm(RequestBody):
         given = {name: value for name, value in options.items() if value is not None}
         own = {name: value for name, value in self.outrider.model_dump().items() if value is not None}
         return {**given, **own, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+
+
+def _ignored(schema: Any) -> list[str]:
+    try:
+        return followable(schema).ignored
+    except ValueError:  # the router refuses it
+        return []
 
 
 def _parsed(field: str, schema: dict[str, Any] | str | None) -> dict[str, Any] | None:
@@ -582,6 +597,11 @@ class Chat(GenerationForm):
     def token_limit(self) -> int | None:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return None if limit == AS_MANY_AS_FIT else limit
+
+    @property
+    def schemas(self) -> list[Any]:
+        forced = self.tool_choice not in (None, "auto", "none")
+        return [*super().schemas, *(tool.function.get("parameters") for tool in self.tools or () if forced)]
 
     @property
     def names(self) -> dict[str, str]:

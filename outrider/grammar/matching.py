@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outrider.core.answers.reasoning import BEGIN, END
-from outrider.core.answers.schemas import closed
+from outrider.core.answers.schemas import closed, followable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -87,7 +87,7 @@ class CompiledGrammar:
         )
         try:
             if kind == "json_schema":
-                schema = json.dumps(closed(json.loads(text)))
+                schema = json.dumps(closed(followable(json.loads(text)).schema))
                 source = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
             elif kind == "choices":
                 source = llguidance.grammar_from("choice", _checked_choices(text))

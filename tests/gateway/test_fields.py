@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -125,3 +126,18 @@ async def test_each_event_has_the_usage_so_far_where_a_request_wants_it(harness:
     assert counts[0] < counts[-1] == last.completion_tokens == 16
     assert parts[-1].prompt_tokens == last.prompt_tokens
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in parts)
+
+
+async def test_what_an_answer_is_not_held_to_is_named_in_a_header(harness: GatewayHarness) -> None:
+    loose = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "phone"}}
+    asked = {"model": "target", "prompt": "x", "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=f"{harness.url}/v1") as web:
+        for stream in (False, True):
+            answer = await web.post("/completions", json={**asked, "stream": stream, "guided_json": loose})
+            assert answer.status_code == 200
+            assert answer.headers["outrider-not-enforced"] == "#/uniqueItems, #/items/format"
+        whole = await web.post("/completions", json={**asked, "structured_outputs": {"json": {"type": "string"}}})
+        refused = await web.post("/completions", json={**asked, "structured_outputs": {"json": {"not": {}}}})
+    assert "outrider-not-enforced" not in whole.headers
+    assert refused.json()["error"]["param"] == "structured_outputs"
+    assert "#/not cannot be followed by an answer" in refused.json()["error"]["message"]

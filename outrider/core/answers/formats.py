@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from outrider.core.answers.schemas import closed, nested
+from outrider.core.answers.schemas import closed, followable, nested
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
@@ -164,10 +164,17 @@ def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments. One that says nothing of them has none."""
+    """Return the schema of a function's arguments. One that says nothing of them has none.
+
+    Raises InvalidRequest for a schema that no answer can follow.
+    """
     given = function.get("parameters") or {}
     says_nothing = given.keys() <= {"type", "title", "description", "required", "$schema"}
-    schema: Mapping[str, Any] = closed({**given, "type": "object", "properties": {}} if says_nothing else given)
+    try:
+        given = {**given, "type": "object", "properties": {}} if says_nothing else followable(given).schema
+    except ValueError as error:
+        raise InvalidRequest("tools", f"{function['name']}: {error}") from None
+    schema: Mapping[str, Any] = closed(given)
     return schema
 
 

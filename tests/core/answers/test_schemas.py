@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from outrider.core.answers.schemas import closed, nested
+from outrider.core.answers.schemas import closed, followable, nested
 
 
 class Color(Enum):
@@ -77,3 +78,33 @@ def test_references_of_a_nested_schema_begin_with_its_place() -> None:
         "properties": {"$ref": {"$ref": "#/properties/arguments/$defs/A"}, "b": {"$ref": "https://x#/a"}},
         "const": {"$ref": "#"},
     }
+
+
+def test_what_answers_are_not_held_to_is_left_out_and_named() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a/b": {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "phone"}},
+            "uniqueItems": {"type": "string", "format": "uuid"},
+            "n": {"type": "integer", "format": "int32", "uniqueItems": False},
+        },
+        "dependentRequired": {"n": ["a/b"]},
+        "default": {"uniqueItems": True},
+    }
+    made = followable(schema)
+    assert made.ignored == ["#/dependentRequired", "#/properties/a~1b/uniqueItems", "#/properties/a~1b/items/format"]
+    assert made.schema == {
+        "type": "object",
+        "properties": {
+            "a/b": {"type": "array", "items": {"type": "string"}},
+            "uniqueItems": {"type": "string", "format": "uuid"},
+            "n": {"type": "integer", "format": "int32"},
+        },
+        "default": {"uniqueItems": True},
+    }
+
+
+@pytest.mark.parametrize("key", ["not", "if", "$dynamicRef"])
+def test_what_must_not_be_left_out_is_refused_with_its_place(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"#/properties/a/anyOf/1/{re.escape(key)} cannot be followed"):
+        followable({"properties": {"a": {"anyOf": [{}, {key: {}}]}, key: {}}})
