@@ -37,8 +37,9 @@ async def streams(
             raise InvalidRequest(
                 name, f"applies to a single answer, but the request is for {count}; send a request for each"
             )
-    seed = options.get("seed")
-    seeded: Options = {**options, "seed": secrets.randbits(64) if seed is None else seed}
+    seeded = options  # one answer's seed is drawn by the router, so that a repeated request is the same one
+    if count > 1 and options.get("seed") is None:
+        seeded = {**options, "seed": secrets.randbits(64)}
     groups = []
     for prompt in prompts:
         first = client.stream(prompt, timeout=timeout_s, **seeded)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from codecs import getincrementaldecoder
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
@@ -52,6 +54,9 @@ class CompletionForm:
     kind = piece = "text_completion"
     prefix = "cmpl-"
 
+    def __init__(self) -> None:
+        self._columns: defaultdict[int, _Columns] = defaultdict(_Columns)  # by choice
+
     def complete(self, index: int, generation: Generation) -> Json:
         entries = generation.logprobs or None
         return self._choice(index, generation.text, entries, 0, reason(generation))
@@ -65,7 +70,7 @@ class CompletionForm:
     def _choice(
         self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, reason: str | None
     ) -> Json:
-        logprobs = None if entries is None else _columns(entries, offset)
+        logprobs = None if entries is None else self._columns[index].of(entries, offset)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -251,21 +256,31 @@ def envelope(kind: str, id_: str, model: str, created: int, choices: Iterable[Js
     return {"id": id_, "object": kind, "created": created, "model": model, "choices": iter(choices), **more}
 
 
-def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:
-    """Return log-probabilities in the format of completions: one list for each field.
+class _Columns:
+    """Log-probabilities in the format of completions: one list for each field. It is for the tokens of one choice, in
+    their order: a character may begin in one part of a stream and end in another."""
 
-    `offset`: characters before the first token.
-    """
-    texts = (_shown(entry.text) for entry in entries[:-1])
-    return {
-        "tokens": (_shown(entry.text) for entry in entries),
-        "token_logprobs": (entry.logprob for entry in entries),
-        "top_logprobs": (
-            {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
-            for entry in entries
-        ),
-        "text_offset": accumulate(map(len, texts), initial=offset),
-    }
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def of(self, entries: Sequence[TokenLogprobs], offset: int) -> Json:
+        """Return the lists for the next tokens; `offset`: characters of the text before them.
+
+        A token that ends within a character does not move the offset: the character begins where it did.
+        """
+        characters = (len(self._decoder.decode(entry.text)) for entry in entries)
+        return {
+            "tokens": (_shown(entry.text) for entry in entries),
+            "token_logprobs": (entry.logprob for entry in entries),
+            "top_logprobs": (_with_chosen(entry) for entry in entries),
+            "text_offset": [*accumulate(characters, initial=offset)][: len(entries)],
+        }
+
+
+def _with_chosen(entry: TokenLogprobs) -> dict[str, float]:
+    """Return the likeliest tokens, and the chosen one, with their log-probabilities."""
+    likeliest = {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
+    return {**likeliest, _shown(entry.text): entry.logprob}
 
 
 def _rows(entries: Sequence[TokenLogprobs]) -> Json:

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from outrider.gateway.schema import Chat, Completion, GenerationForm
 from tests.gateway.conftest import GatewayHarness, gateway_harness
-from tests.router.rig import FOLDER
+from tests.router.fakes import FakeVerifier
+from tests.router.rig import FOLDER, SCRIPT
 
 ASKED = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION = {"model": "m", "messages": ASKED}, {"model": "m", "prompt": "x"}
@@ -141,3 +142,14 @@ async def test_what_an_answer_is_not_held_to_is_named_in_a_header(harness: Gatew
     assert "outrider-not-enforced" not in whole.headers
     assert refused.json()["error"]["param"] == "structured_outputs"
     assert "#/not cannot be followed by an answer" in refused.json()["error"]["message"]
+
+
+async def test_a_repeated_request_with_a_key_gets_its_answer_with_and_without_a_seed(redis_url: str) -> None:
+    async with gateway_harness(redis_url, FakeVerifier(SCRIPT, pace_s=0.01)) as harness:
+        create: Any = harness.client.completions.create
+        for key, seed in (("a", None), ("b", 7)):
+            asked = {"model": "target", "prompt": "x", "max_tokens": 5, "seed": seed}
+            keyed = {"extra_body": {"outrider": {"idempotency_key": key}}}
+            answers = [await create(**asked, **keyed) for _ in range(2)]
+            assert len({answer.choices[0].text for answer in answers}) == 1
+    assert len(harness.verifier.starts) == 2

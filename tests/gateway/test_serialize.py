@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from outrider.client import TokenLogprobs
 from outrider.core.answers.answer_reader import AnswerReader, AnswerTerms, ModelForm
 from outrider.gateway import serialize
-from outrider.gateway.serialize import ChatForm, StreamedText
+from outrider.gateway.serialize import ChatForm, CompletionForm, StreamedText
 
 
 def used(prompt: int, cached: int, completion: int, accepted: int) -> Any:
@@ -97,3 +98,27 @@ def test_ids_of_calls_are_the_models_own_or_of_the_length_that_its_template_take
     assert new["id"].isalnum()
     _, (long, *_), _ = streamed("hermes", f"<tool_call>{CALL}</tool_call>", "stop")
     assert long["id"].startswith("call_")
+
+
+TOKENS = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b\xc3", b"\xa9", b"c"]  # a, an emoji, b, e with an accent, c
+
+
+@pytest.mark.parametrize("pieces", [(7,), (1, 6), (2, 1, 4), (3, 4), (5, 2), (1,) * 7])
+def test_offsets_of_tokens_are_those_in_the_text_however_a_stream_is_divided(pieces: tuple[int, ...]) -> None:
+    entries = [TokenLogprobs(-1.0, ((1, -0.5),), text, (b"x",)) for text in TOKENS]
+    form, sent, found, first = CompletionForm(), "", list[int](), 0
+    for count in pieces:
+        whole = b"".join(TOKENS[: first + count]).decode(errors="ignore")
+        part = StreamedText(0, whole[len(sent) :], entries[first : first + count], len(sent), AnswerReader)
+        (choice,) = form.parts(part)
+        found += choice["logprobs"]["text_offset"]
+        sent, first = whole, first + count
+    assert found == [0, 1, 1, 1, 2, 3, 4]
+    assert sent == "a\U0001f600b\u00e9c"
+
+
+def test_the_chosen_token_is_among_the_likeliest_ones() -> None:
+    (choice,) = CompletionForm().parts(
+        StreamedText(0, "a", [TokenLogprobs(-3.0, ((1, -0.5),), b"a", (b"x",))], 0, AnswerReader)
+    )
+    assert [*choice["logprobs"]["top_logprobs"]] == [{"x": -0.5, "a": -3.0}]

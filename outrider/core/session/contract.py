@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple, TypeVar, get_args
 from outrider.core.answers.reasoning import Reasoning
 from outrider.errors import InvalidRequest
 
+LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is chosen: in the limit it is, and logits over it overflow
 SHARED_NOISE: Final = "shared-noise"
 RuleName = Literal[  # acceptance rules; see outrider.core.acceptance
     "shared-noise",
@@ -157,6 +158,8 @@ class Contract:
         for field, holds, allowed in checks:
             if not holds:
                 raise InvalidRequest(field, f"is {reprlib.repr(getattr(self, field))}, must be {allowed}")
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         object.__setattr__(self, "logit_bias", tuple(sorted(biased.items())))
         for listed in ("allowed_ids", "banned_ids", "stop_ids"):
             object.__setattr__(self, listed, tuple(sorted(set(getattr(self, listed)))))

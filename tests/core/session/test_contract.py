@@ -92,3 +92,10 @@ def test_kv_is_shared_within_a_tenant_and_an_adapter() -> None:
     scopes = [it.kv_scope(tenant) for it in (contract(), adapted, again, other) for tenant in ("a", "b")]
     assert len({*scopes}) == 6
     assert adapted.kv_scope("a") == again.kv_scope("a")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0.0, True), (1e-30, True), (9e-6, True), (1e-5, False), (0.1, False)]
+)
+def test_a_temperature_near_0_is_greedy(temperature: float, greedy: bool) -> None:
+    assert Contract(seed=1, max_tokens=1, temperature=temperature).greedy is greedy
