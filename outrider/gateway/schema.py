@@ -33,6 +33,7 @@ MOST_STOPS = 16
 UNSUPPORTED = "unsupported"  # pydantic's name for the error of a field that is not served
 TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 AS_MANY_AS_FIT = -1  # limit on new tokens, as llama.cpp has it
+OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")  # fields that `outrider` has, too
 COMPLETION_TOKENS = 16  # OpenAI's default limit on the new tokens of a completion
 
 
@@ -118,7 +119,7 @@ class Outrider(RequestBody):
     ignore_eos: bool | None = None
 
 
-class StructuredOutputs(LenientBody):
+class StructuredOutputs(RequestBody):
     """What an answer has to be, as vLLM has it."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -126,6 +127,11 @@ class StructuredOutputs(LenientBody):
     regex: str | None = None
     choice: Annotated[list[str], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     grammar: str | None = None
+    structural_tag: Unserved = None
+    whitespace_pattern: Unserved = None
+    disable_fallback: NoEffect = None
+    disable_any_whitespace: Unserved = only(False)
+    disable_additional_properties: NoEffect = None  # there are none
 
 
 class StreamOptions(LenientBody):
@@ -282,6 +288,17 @@ class GenerationForm(RequestBody):
         if self.repeat_penalty is not None:
             names["repetition_penalty"] = "repeat_penalty"
         return names
+
+    @model_validator(mode="after")
+    def _one_field_for_each_thing(self) -> GenerationForm:
+        if len(forms := self.forms) > 1:
+            raise ValueError(f"{forms[1].field}: does not go with {forms[0].field}: an answer has one of them")
+        if self.repeat_penalty is not None and self.repetition_penalty is not None:
+            raise ValueError("repeat_penalty: is another name of repetition_penalty; give one of them")
+        both = next((name for name in OWN if None not in (getattr(self, name), getattr(self.outrider, name))), None)
+        if both is not None:
+            raise ValueError(f"{both}: is in outrider, too; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationForm:
@@ -514,6 +531,8 @@ class ResponseFormat(RequestBody):
     def _has_its_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema: is for the type json_schema, which needs it")
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("schema: is for the type json_object")
         return self
 
     @property

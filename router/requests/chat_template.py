@@ -20,7 +20,7 @@ from outrider.core.answers.reasoning import BEGIN, END, reasoning_of
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
 from outrider.limits.fair_turns import FairTurns
-from router.requests.control_tokens import ControlTokens, unused_divider
+from router.requests.control_tokens import ControlTokens, new_divider
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -114,7 +114,7 @@ class ChatTemplate:
             self._start()
         try:
             said = [self._with_ids(message).for_template for message in messages]
-            divider = unused_divider(said, tools, variables)
+            divider = new_divider()
             inputs = self._control.divide({**variables, "tools": [*tools] or None}, divider)
             inputs["messages"] = [
                 self._control.divide(it, divider, allowed=(BEGIN, END) if it["role"] == "assistant" else ())

@@ -1,18 +1,18 @@
-"""Keeps callers' texts from becoming control tokens of a prompt: a message cannot forge a turn of the conversation.
+"""Keeps callers' texts from becoming control tokens of a prompt, so that a message cannot forge a turn whose marks are
+such tokens. (Where a model's turns are marked by ordinary text, a message can spell that.)
 
 A chat template writes control tokens and callers' texts into one text, in which a tokenizer takes one for the other. So
-before the template is rendered, each control token in what the caller sent is divided by a character that occurs
-nowhere, and behind it the prompt is divided there: its parts are tokenized one by one.
+before the template is rendered, each control token in what the caller sent is divided by a random text. Behind the
+rendering the prompt is divided there: its parts are tokenized one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken
-
-DIVIDERS = range(0xE000, 0xF900)  # characters for private use
 
 
 class ControlTokens:
@@ -21,13 +21,13 @@ class ControlTokens:
     def __init__(self, added: Iterable[AddedToken], template: str) -> None:
         """`added`: the tokenizer's; the special ones are control tokens, and those that occur in the template."""
         texts = {token.content for token in added if token.special or token.content in template}
-        self._texts = tuple(sorted(text for text in texts if text.strip()))
+        self._texts = tuple(sorted(text for text in texts if len(text.strip()) > 1))
 
     def divide(self, value: Any, divider: str, *, allowed: Sequence[str] = ()) -> Any:
         """Return a JSON value with all control tokens in its texts divided, but for those that are `allowed`."""
         if isinstance(value, str):
             for text in self._texts:
-                if text not in allowed:
+                while text in value and text not in allowed:  # twice where it overlaps itself
                     value = value.replace(text, f"{text[0]}{divider}{text[1:]}")
             return value
         if isinstance(value, Mapping):
@@ -39,18 +39,6 @@ class ControlTokens:
         return value
 
 
-def unused_divider(*values: Any) -> str:
-    """Return a character that occurs in no text of JSON values."""
-    texts = [*_texts(values)]
-    return next(divider for divider in map(chr, DIVIDERS) if not any(divider in text for text in texts))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from (key, *_texts(part))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
+def new_divider() -> str:
+    """Return a text that nobody can have put into a message."""
+    return f"\ue000{secrets.token_hex(16)}\ue000"

@@ -60,17 +60,38 @@ def test_values_that_change_nothing_are_taken_and_others_refused_by_name(kind: t
         ({"max_tokens": -1}, {"max_tokens": None}),
         ({"structured_outputs": {"json": {"type": "null"}}}, {"schema": {"type": "null"}}),
         ({"structured_outputs": {"json": '{"type": "null"}'}}, {"schema": {"type": "null"}}),
-        ({"structured_outputs": {"json_object": True, "whitespace_pattern": None}}, {"schema": {"type": "object"}}),
+        ({"structured_outputs": {"json_object": True, "structural_tag": None}}, {"schema": {"type": "object"}}),
         ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
         ({"structured_outputs": {"choice": ["a"]}}, {"choices": ["a"]}),
         ({"structured_outputs": {"grammar": "start: 'a'"}}, {"grammar": "start: 'a'"}),
         ({"request_id": "x", "cache_prompt": True, "user": "x"}, {}),
-        ({"top_k": 5, "outrider": {"top_k": 6}}, {"top_k": 6}),
+        ({"min_p": 0.5, "outrider": {"top_k": 6}}, {"min_p": 0.5, "top_k": 6}),
     ],
 )
 def test_fields_of_other_engines_are_served(fields: dict[str, Any], meant: dict[str, Any]) -> None:
     for kind in (Chat, Completion):
         assert options(kind, **fields) == options(kind) | meant
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"guided_json": {}, "response_format": FORM}, "response_format: does not go with guided_json"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs: does not go with"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: does not go with"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "is not served here"),
+        ({"structured_outputs": {"tag": "a"}}, "Extra inputs"),
+        ({"response_format": {**FORM, "schema": {}}}, "schema: is for the type json_object"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty: is another name"),
+        ({"top_k": 5, "outrider": {"top_k": 6}}, "top_k: is in outrider, too"),
+    ],
+)
+def test_nothing_that_changes_an_answer_is_dropped(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        options(Chat, **fields)
 
 
 def test_the_effort_of_reasoning_is_handed_to_the_template() -> None:

@@ -37,14 +37,14 @@ class CallReader:
     without the marks of calls.
 
     What may become a call is kept back until its name is known; then its arguments are given out as they come, and the
-    last part says so where they have turned out to be none. Where the model's form has no mark before calls, and where
-    the mark is missing, an answer that begins with JSON is a call if that names one of the tools.
+    last part says so where they have turned out to be no JSON. Where calls have no mark, or are in a list whose mark is
+    missing, an answer that begins with JSON is a call if that names one of the tools.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         """`names`: of the tools."""
         self.calls = 0  # number of calls that have begun
-        self.failed = False  # one of them was none
+        self.failed = False  # one of them turned out to be text
         self._form = form
         self._names = names
         self._mark, self._end = form.begin.strip(), form.end.strip()
@@ -52,7 +52,7 @@ class CallReader:
         self._place = _Place.CONTENT
         self._kept = ""  # text that was not looked at yet
         self._raw: list[str] = []  # text that is a call only if it is read to its end
-        self._marked = False  # so it is one whatever the name
+        self._marked = False  # it is behind a mark, so a call under any name
         self._listed = False  # within a list
         self._object = CallObject()
         self._begun = False  # the call's first part was given out
@@ -69,7 +69,7 @@ class CallReader:
         return [*self._pieces(last=False)]
 
     def finish(self) -> list[CallPiece]:
-        """Return what was kept back, at the end of the answer. A call that was cut off has failed."""
+        """Return what was kept back, at the end of the answer. A call whose arguments were cut off has failed."""
         pieces = [*self._pieces(last=True)]
         if self._begun:
             pieces += self._end_call()
@@ -90,8 +90,14 @@ class CallReader:
             yield from steps[self._place](last=last)
 
     def _read_content(self, *, last: bool) -> Iterator[CallPiece]:
+        rest = self._kept.lstrip()
+        if self._bare and rest and not rest.startswith(self._mark or "\0"):
+            if self._mark.startswith(rest) and not last:
+                return
+            if rest[0] in "{[":
+                self._place, self._marked = _Place.BEFORE, False
+                return
         place, mark = self._first_mark()
-        opening = self._kept.lstrip()[:1]
         if mark:
             before, self._kept = self._kept[:place], self._kept[place + len(mark) :]
             self._bare = False
@@ -99,11 +105,7 @@ class CallReader:
                 self._place, self._marked = _Place.BEFORE, True
             if before.strip():
                 yield CallPiece(before.rstrip())
-        elif self._bare and opening and not last and self._mark.startswith(self._kept.lstrip()):
-            return
-        elif self._bare and opening in ("{", "["):
-            self._place, self._marked = _Place.BEFORE, False
-        elif opening or not self._bare:
+        elif rest or not self._bare:
             kept = 0 if last else self._may_be_mark()
             content, self._kept = self._kept[: len(self._kept) - kept], self._kept[len(self._kept) - kept :]
             if content and (content.strip() or not self.calls):
@@ -137,11 +139,13 @@ class CallReader:
         """Read what is before the separator: the name, and perhaps the call's number."""
         before, separator, after = self._kept.partition(self._form.separator)
         name, _, id_ = before.partition(CALL_ID)
-        if separator and name.strip():
+        if len(before) - begun_mark(before, self._form.separator) > LONGEST_NAME or (last and not separator):
+            yield from self._give_up()
+        elif separator and name.strip():
             self._raw, self._kept = [before.replace(CALL_ID, "")], after
             self._begin_object(CallObject(name.strip(), id_.strip()))
-        elif separator or last or len(before) > LONGEST_NAME:
-            self._kept = self._kept.replace(separator, "", 1) if separator else self._kept
+        elif separator:
+            self._kept = before + after
             yield from self._give_up()
 
     def _begin_object(self, object_: CallObject) -> None:
@@ -175,8 +179,8 @@ class CallReader:
             yield CallPiece("{}", self.calls - 1)
         self._begun, self._place = False, _Place.AFTER
         if not _is_object("".join(self._arguments)):
-            text = "".join(self._raw)
-            self.failed, self._place = True, _Place.CONTENT
+            text, self.failed = "".join(self._raw), True
+            self._end_calls()
             yield CallPiece(text.strip(" \n,;") if self._marked else text, self.calls - 1, failed=True)
         self._raw, self._arguments = [], []
 
@@ -190,16 +194,20 @@ class CallReader:
             return
         if self._end and rest.startswith(self._end):
             self._pass_over(self._end)
-            self._place = _Place.CONTENT
+            self._end_calls()
         elif opening == "]" and self._listed:
             self._pass_over("]")
-            self._listed, self._place = False, _Place.CONTENT
+            self._end_calls()
         elif opening and opening == ("," if self._listed else ";"):
             self._raw = [self._pass_over(opening)]
             self._place = _Place.BEFORE
         elif opening:
-            self._place = _Place.CONTENT
+            self._end_calls()
         yield from ()
+
+    def _end_calls(self) -> None:
+        """Go on with content, outside of any list."""
+        self._place, self._listed = _Place.CONTENT, False
 
     def _pass_over(self, text: str) -> str:
         """Read a text with the spaces before it, and return both."""
@@ -210,7 +218,8 @@ class CallReader:
     def _give_up(self) -> Iterator[CallPiece]:
         """Give out as content what has turned out to be no call."""
         content, self._raw = "".join(self._raw), []
-        self._place, self._bare, self._listed = _Place.CONTENT, False, False
+        self._end_calls()
+        self._bare = False
         if self._marked:
             content = content.lstrip()
             self._kept = self._kept if content else self._kept.lstrip()
@@ -220,6 +229,10 @@ class CallReader:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

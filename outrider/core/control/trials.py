@@ -1,8 +1,8 @@
-"""Try, measure, decide at a bounded cost: what the experiments of control have in common.
+"""Try, measure, decide at a bounded cost: what the trials of control are made of.
 
-A machine's speed drifts by more than two ways of working differ. Blocks that follow one another are drifted alike, and
-in the order A B B A a linear drift cancels. What a trial has lost is made up for by a pause before the next one. See
-docs/control.md, "Trials".
+A machine's speed drifts by more than the difference between two ways of working. Blocks that follow one another are
+drifted alike, and in the order A B B A a linear drift cancels. What a trial has lost is made up for by a pause before
+the next one. See docs/control.md, "Trials".
 """
 
 from __future__ import annotations
