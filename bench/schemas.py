@@ -13,6 +13,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -27,6 +28,7 @@ from outrider.cli.command import reported
 from outrider.cli.performance.load import read_prompts
 from outrider.client import AsyncClient, FinishReason, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.core.answers.schemas import followable
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -125,7 +127,11 @@ async def judge(
     prompts: Sequence[str],
     figures: SchemaFigures,
 ) -> None:
-    """Add the answers within one schema to the figures."""
+    """Add the answers within one schema to the figures. One that answers are not held to as a whole has none."""
+    with suppress(ValueError):  # the cluster refuses it
+        for pointer in followable(public.schema).ignored[:1]:
+            figures.refused[f"{pointer.rpartition('/')[2]} is not enforced"] += 1
+            return
     room = asyncio.Semaphore(AT_ONCE)
 
     async def answer(number: int) -> tuple[Generation, Generation]:
