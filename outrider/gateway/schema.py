@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -255,7 +256,7 @@ class GenerationForm(RequestBody):
         """Number of likeliest tokens whose log-probabilities are wanted; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def forms(self) -> list[AnswerForm]:
         """What the answer has to be."""
         given = self.structured_outputs or StructuredOutputs()
@@ -592,7 +593,7 @@ class Chat(GenerationForm):
     def token_field(self) -> str:
         return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
-    @property
+    @cached_property
     def forms(self) -> list[AnswerForm]:
         wanted = None if self.response_format is None else self.response_format.schema
         return super().forms if wanted is None else [*super().forms, AnswerForm("schema", "response_format", wanted)]

@@ -111,10 +111,10 @@ class ChatForm:
 
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
-        if reader is None:
-            return [self._role(index, ""), self._delta(index, {}, None, reason)]
-        left = self._deltas(index, reader.form, reader.finish())
-        return [*left, self._delta(index, {}, None, _with_calls(reason, reader.called))]
+        left = [] if reader is None else self._deltas(index, reader.form, reader.finish())
+        if index not in self._begun:  # the choice has no text
+            left = [self._role(index, "")]
+        return [*left, self._delta(index, {}, None, _with_calls(reason, reader is not None and reader.called))]
 
     def _deltas(self, index: int, form: ModelForm, pieces: Iterable[CallPiece]) -> list[Json]:
         """Return the events of pieces; before a choice's first one is its role, with content unless that is a call."""

@@ -122,3 +122,10 @@ def test_the_chosen_token_is_among_the_likeliest_ones() -> None:
         StreamedText(0, "a", [TokenLogprobs(-3.0, ((1, -0.5),), b"a", (b"x",))], 0, AnswerReader)
     )
     assert [*choice["logprobs"]["top_logprobs"]] == [{"x": -0.5, "a": -3.0}]
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_a_choice_without_text_has_its_role(pieces: int) -> None:
+    chat, piece = ChatForm(), StreamedText(0, "", None, 0, AnswerReader)
+    events = [*(event for _ in range(pieces) for event in chat.parts(piece)), *chat.last(0, "stop")]
+    assert [event["delta"] for event in events] == [{"role": "assistant", "content": ""}, {}]

@@ -9,8 +9,6 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependent
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 JOINED = ("allOf", "anyOf", "oneOf", "$ref")  # beside `properties`: other schemas that hold for the same object
-
-
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")  # are enforced
 # What an answer may break: it is checked over whole values, and a grammar follows them from left to right.
 IGNORED = (
