@@ -114,7 +114,7 @@ async def test_a_fitting_drafter_is_reported_as_drafting(cluster: LocalCluster) 
 
 async def test_a_cluster_without_a_drafter_reports_no_drafter(cluster: LocalCluster) -> None:
     await cluster.scale([])
-    asked = ("import os", "--model", "target", "--max-tokens", "20", "--ignore-eos")
+    asked = ("import os", "--model", "target", "--max-tokens", "200", "--ignore-eos")
     output = await command("generate", *asked, "--address", cluster.router_address)
     last = output.splitlines()[-1]
     assert last == "outrider: no speculation: no drafter is running; start one with `outrider drafter`"

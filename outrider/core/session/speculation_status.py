@@ -183,17 +183,20 @@ class SpeculationTally:
         """Return the status of most steps of a generation that accepted `accepted` drafted tokens.
 
         Where drafts were accepted, steps without a draft in time count as DRAFTING. Where other reasons than STARTING,
-        LATE and DRAFTING occurred, the steps of STARTING are left out.
+        LATE and DRAFTING occurred, the steps of STARTING, during which no reason was known yet, count as the most
+        frequent one.
         """
         steps = Counter(self._steps)
+        unknown = 0
         if accepted:
             for passing in _PASSING:
                 steps[SpeculationReason.DRAFTING] += steps.pop(passing, 0)
         elif not steps.keys() <= {*_PASSING, SpeculationReason.DRAFTING}:
-            del steps[SpeculationReason.STARTING]
+            unknown = steps.pop(SpeculationReason.STARTING, 0)
         if not steps.total():
             return self.now
         reason, count = steps.most_common(1)[0]
+        count += unknown
         if reason is SpeculationReason.DRAFTING and not accepted:
             return SpeculationStatus(SpeculationReason.REJECTED, steps=count)
         return replace(self._latest.get(reason, SpeculationStatus(reason)), steps=count)

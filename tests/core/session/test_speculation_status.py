@@ -69,7 +69,7 @@ def test_the_drafter_that_is_nearest_to_drafting_is_named() -> None:
     [
         ({}, 0, Reason.UNKNOWN, 0),
         ({"STARTING": 3}, 0, Reason.STARTING, 3),
-        ({"STARTING": 30, "REFUSED": 2}, 0, Reason.REFUSED, 2),  # what was not known yet is not the reason
+        ({"STARTING": 30, "REFUSED": 2}, 0, Reason.REFUSED, 32),  # what was not known yet is not the reason
         ({"STARTING": 5, "LATE": 20, "DRAFTING": 3}, 2, Reason.DRAFTING, 28),
         ({"STARTING": 5, "LATE": 20, "DRAFTING": 3}, 0, Reason.LATE, 20),
         ({"DRAFTING": 9, "STARTING": 2}, 0, Reason.REJECTED, 9),
