@@ -10,15 +10,11 @@ from functools import partial
 
 from drafter_svc.own_adapters import OwnAdapters
 from drafter_svc.relay import Relay
-from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.sessions.kinds import SessionKinds
 from drafter_svc.sessions.mirror import Inbox
-from drafter_svc.sessions.sampled_session import SampledSession
 from drafter_svc.sessions.session import DrafterSession
-from drafter_svc.sessions.topk_session import TopKSession
 from drafter_svc.upstreams.refusals import UPSTREAM_ENDED
 from drafter_svc.upstreams.upstream import Attachment
-from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.construction import construction_of, static_construction_of
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract
 from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
@@ -75,7 +71,7 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
     ) -> None:
         """As of DraftScheduler."""
         super().__init__()
-        self._construction, self._static_construction = construction_of(tree), static_construction_of(tree)
+        self._kinds = SessionKinds(tree)
         self.relays: dict[str, Relay] = {}  # by session id, for the lower tier
         self.slots = KvSlots(executor.engine.slots)
         self.preempted = 0  # how often a session's KV was released for lack of memory
@@ -219,23 +215,15 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
 
     def _begin(self, key: Attachment, member: ScheduledSession, snapshot: MirrorSnapshot) -> DrafterSession:
         """Return a session over a snapshot, whose text may be shorter than before; KV that is still valid is kept."""
-        first_id, repeats = 1, None
-        if member.session is not None:
-            first_id = member.session.next_id
-            repeats = member.session.repeats if isinstance(member.session, TopKSession) else None
+        replaced, engine = member.session, self._executor.engine
+        if replaced is not None:
             self._give_back(key, member)
             member.adapter, member.kv_scope = self._adapter_of(key, snapshot.contract)
             member.kv_slot = self._acquire_slot(key, snapshot, member.kv_scope)
-        engine, (slot, cached, _) = self._executor.engine, member.kv_slot
         if snapshot.features is not None:
             first = len(snapshot.tokens) - len(snapshot.features)
-            self._executor.enqueue(partial(engine.feed, slot, first, snapshot.features, restart=True))
-        terms = snapshot, slot, engine.unpadded_vocabulary
-        if rule_of(snapshot.contract).child_sampling is ChildSampling.SAMPLED:
-            sampled_type = EagleSampledSession if engine.fed_width else SampledSession
-            return sampled_type(*terms, self._static_construction, first_id=first_id, cached=cached)
-        topk_type = EagleTopKSession if engine.fed_width else TopKSession
-        return topk_type(*terms, self._construction, first_id=first_id, cached=cached, repeats=repeats)
+            self._executor.enqueue(partial(engine.feed, member.kv_slot.slot, first, snapshot.features, restart=True))
+        return self._kinds.begin(snapshot, engine, member.kv_slot, replaced)
 
     def _acquire_slot(self, key: Attachment, snapshot: MirrorSnapshot, scope: str) -> AcquiredSlot:
         kv_slot = self.slots.acquire(snapshot.tokens, scope, key.session_id)

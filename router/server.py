@@ -17,7 +17,7 @@ from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import NamedAdapters
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Registry

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from docs.hooks.tables import code, table
-from outrider.store.redis.acl import ACL_ROLES, GRANTS, KEYS
+from outrider.store.redis.acl import ACL_ROLES, GRANTS
+from outrider.store.redis.key_catalogue import KEYS
 
 
 def reference() -> str:

@@ -21,8 +21,8 @@ from outrider.errors import ConfigError
 from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
+from outrider.store.api_keys import Keys
 from outrider.store.compatibility import incompatible_drafters
-from outrider.store.keys import Keys
 from outrider.store.redis.acl import AclRole
 from outrider.store.redis.client import connect
 from outrider.store.redis.embedded import EmbeddedRedis

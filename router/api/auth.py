@@ -14,7 +14,7 @@ from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.limits.rate_limits import CHECKING, CallRates, address_of
 from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.wire import inference as wire
 from outrider.wire.message_bounds import more_fields_than
 

@@ -16,7 +16,8 @@ from docs.hooks.references import GENERATED, page, written
 from outrider import config
 from outrider.config import Section
 from outrider.simulation import deployment
-from outrider.store.redis.acl import GRANTS, KEYS
+from outrider.store.redis.acl import GRANTS
+from outrider.store.redis.key_catalogue import KEYS
 from outrider.training import recipe
 
 ROOT = Path(__file__).parents[2]

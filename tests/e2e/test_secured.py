@@ -17,7 +17,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, TlsConfi
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Unauthenticated, Unavailable
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 from tests.e2e.conftest import MODELS
 

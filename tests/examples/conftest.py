@@ -12,7 +12,7 @@ import pytest_asyncio
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, TlsConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from outrider.gateway.answer_body import PIECE_CHARACTERS, body_pieces, json_pie
 from outrider.gateway.held_answers import AHEAD_BYTES, AnswerBounds, HeldAnswers
 from outrider.gateway.schema import ResponseTerms
 from outrider.limits.tenant_shares import TenantShares
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.gateway.conftest import gateway_harness
 from tests.gateway.process import gateway_process

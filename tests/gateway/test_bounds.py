@@ -19,7 +19,7 @@ from outrider.gateway.keys import KeyCheck
 from outrider.gateway.transport import connections
 from outrider.limits import slow_refusals
 from outrider.limits.tenant_shares import TenantShares
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.router.rig import until
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 from outrider.config import load_cluster
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 from outrider.telemetry.catalogue import METRICS
 from tests.router.rig import FOLDER

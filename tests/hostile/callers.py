@@ -28,7 +28,7 @@ from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.errors import OutriderError
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 from outrider.store.sessions import claim_name
 from tests.altered import altered

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.hostile.rig import watched
 from tests.router.fakes import FakeVerifier, announced

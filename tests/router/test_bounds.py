@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.rpc.authorization import Context, JudgedCalls
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer, InferenceStub, add_InferenceServicer_to_server
 from router.api import auth

@@ -13,7 +13,7 @@ import pytest
 
 import outrider
 from outrider.errors import Forbidden
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, drain, running_router, until

@@ -17,7 +17,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.acl import AclRole
 from outrider.store.redis.client import Client, connect, ping
 from outrider.store.redis.redis_clock import RedisClock

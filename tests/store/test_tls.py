@@ -15,7 +15,7 @@ import pytest
 
 from outrider.errors import Unavailable
 from outrider.rpc.certificates import make
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect, ping
 
 

@@ -14,7 +14,7 @@ import typer
 from outrider.cli.command import Redis, reported
 
 if TYPE_CHECKING:
-    from outrider.store.keys import ApiKey, Keys
+    from outrider.store.api_keys import ApiKey, Keys
 
 ResultT = TypeVar("ResultT")
 
@@ -58,7 +58,7 @@ def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> tu
     are."""
 
     async def run() -> tuple[ResultT, float]:
-        from outrider.store.keys import Keys
+        from outrider.store.api_keys import Keys
         from outrider.store.redis.client import connect
 
         async with aclosing(connect(redis_url)) as client:

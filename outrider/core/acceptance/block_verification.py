@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.core.acceptance.interface import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.acceptance.rejection import remove_token
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider.core.acceptance.interface import ChildSampling, Judge, Rule, VerifiedRows, Walk
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk
 from outrider.core.sampling.sampler import Choice
 
 

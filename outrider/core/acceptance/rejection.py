@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.core.acceptance.interface import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 
 

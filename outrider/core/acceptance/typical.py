@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from outrider.core.acceptance.interface import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 from outrider.core.acceptance.rng import RandomSource
-from outrider.core.acceptance.rule import ChildSampling, Judge, Rule, VerifiedRows, Walk, accepted_walk
 
 
 class TypicalAcceptance(Rule):

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.core.acceptance import SeededRandom, VerifiedRows, Walk
 from outrider.core.acceptance.exact_match import SharedNoise
-from outrider.core.acceptance.rule import Judge
+from outrider.core.acceptance.interface import Judge
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract
 

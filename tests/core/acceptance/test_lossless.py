@@ -19,8 +19,8 @@ from outrider.core.acceptance import (
     rule_of,
 )
 from outrider.core.acceptance.block_verification import TraversalVerification
+from outrider.core.acceptance.interface import Judge, accepted_walk
 from outrider.core.acceptance.rejection import RecursiveRejection, remove_token, residual
-from outrider.core.acceptance.rule import Judge, accepted_walk
 from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import RULES, Contract

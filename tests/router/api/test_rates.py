@@ -13,7 +13,7 @@ import pytest
 
 from outrider.limits import rate_limits, slow_refusals
 from outrider.limits.token_buckets import TokenBuckets
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from outrider.core.session.training_samples import TOP, TrainingSample
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.v1 import inference_pb2 as pb
 from tests.router.fakes import FakeVerifier, announced

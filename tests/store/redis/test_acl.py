@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from outrider.errors import Unavailable
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis import acl
 from outrider.store.redis.acl import ACL_ROLES, GRANTS, AclRole, Grant, rules, setuser_command, user_line, user_name
 from outrider.store.redis.client import connect

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from outrider.errors import Unauthenticated
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from outrider.store.redis import redis_clock as module
 from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import keep_announced

@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from outrider.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
-from outrider.store import keys as module
-from outrider.store.keys import CACHE_S, Keys
+from outrider.store import api_keys as module
+from outrider.store.api_keys import CACHE_S, Keys
 from outrider.store.redis.client import connect
 from outrider.store.redis.redis_clock import RedisClock
 
