@@ -11,28 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider import errors
-    from outrider.client import (
-        AsyncClient,
-        AsyncStream,
-        Chunk,
-        Client,
-        ConnectionOptions,
-        FinishReason,
-        Generation,
-        LogprobRows,
-        Model,
-        ModelAdapter,
-        Options,
-        Session,
-        SpeculationReason,
-        SpeculationStatus,
-        StepNode,
-        StepTree,
-        Stream,
-        TokenLogprobs,
-        ToolCall,
-        Usage,
-    )
+    from outrider.client import *
 
 __version__ = "0.1.0"
 

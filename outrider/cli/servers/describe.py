@@ -80,12 +80,19 @@ def describe(
         elif not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
-            from outrider.engine.loading import chosen_backend
+            from outrider.engine.loading import chosen_backend, load_engine
             from outrider.hub import checkpoint_folder
 
             folder = checkpoint_folder(target)
-            native = chosen_backend(folder, backend) == "native"
-            (_describe_folder if native else _describe_any)(screen, folder, dtype, layers, skip or (), threads)
+            rows, skipped = CONTEXT + TOKENS[-1] + 1, skip or ()
+            load = partial(
+                load_engine, folder, dtype=dtype, layers=layers, skip=skipped, slots=1, rows=rows, threads=threads
+            )
+            if chosen_backend(folder, backend) == "native":
+                how = f"{dtype}, {threads} thread{'s' if threads > 1 else ''}"
+                _describe_folder(screen, folder, load, layers, skipped, how)
+            else:
+                _describe_any(screen, folder, load)
 
 
 def _describe_pair(screen: Console, drafter: str, target: str) -> None:
@@ -98,14 +105,13 @@ def _describe_pair(screen: Console, drafter: str, target: str) -> None:
 
 
 def _describe_folder(
-    screen: Console, folder: Path, dtype: Dtype, layers: int | None, skip: Collection[int], threads: int
+    screen: Console, folder: Path, load: Callable[..., Engine], layers: int | None, skip: Collection[int], how: str
 ) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     from outrider.engine.checkpoints.checkpoint import read_config
     from outrider.engine.layer_selection import kept_layers
-    from outrider.engine.loading import load_engine
 
     config = read_config(folder)
     kept = len(kept_layers(config.layers, layers, skip))
@@ -113,17 +119,7 @@ def _describe_folder(
     columns = TextColumn("{task.description}"), BarColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         loading = progress.add_task(f"loading {folder}", total=1.0)
-        engine = load_engine(
-            folder,
-            backend="native",
-            dtype=dtype,
-            layers=layers,
-            skip=skip,
-            slots=1,
-            rows=CONTEXT + TOKENS[-1] + 1,
-            threads=threads,
-            progress=lambda done: progress.update(loading, completed=done),
-        )
+        engine = load(backend="native", progress=lambda done: progress.update(loading, completed=done))
         progress.remove_task(loading)
         _print_facts(
             screen,
@@ -136,28 +132,17 @@ def _describe_folder(
         )
         measuring = progress.add_task("measuring passes", total=ROUNDS)
         costs = _measure(engine, on_round=lambda: progress.advance(measuring))
-    _print_costs(screen, costs, f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
+    _print_costs(screen, costs, how)
     print(last_line(engine, costs), flush=True)
 
 
-def _describe_any(
-    screen: Console, folder: Path, dtype: Dtype, layers: int | None, skip: Collection[int], threads: int
-) -> None:
+def _describe_any(screen: Console, folder: Path, load: Callable[..., Engine]) -> None:
     from rich.console import Console
 
-    from outrider.engine.loading import load_engine, outline
+    from outrider.engine.loading import outline
 
     with Console(stderr=True).status(f"loading {folder} ..."):
-        engine = load_engine(
-            folder,
-            backend="transformers",
-            dtype=dtype,
-            layers=layers,
-            skip=skip,
-            slots=1,
-            rows=CONTEXT + TOKENS[-1] + 1,
-            threads=threads,
-        )
+        engine = load(backend="transformers")
         costs = _measure(engine, on_round=lambda: None)
     _print_facts(
         screen,
