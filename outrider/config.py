@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +18,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from outrider.errors import ConfigError
 from outrider.hub import Backend, hub_name
@@ -266,8 +268,8 @@ class ClusterConfig(Section):
     redis: RedisConfig = RedisConfig()  # Redis, which keeps sessions
     tls: TlsConfig | None = None  # certificates of all servers; None: no TLS
     router: RouterConfig  # the router
-    verifier: list[VerifierConfig] = Field(min_length=1)  # the verifiers, one section each
-    drafter: list[DrafterConfig] = []  # the drafters of tier 0, one section each
+    verifier: Annotated[list[VerifierConfig], BeforeValidator(_as_list), Field(min_length=1)]  # one section each
+    drafter: Annotated[list[DrafterConfig], BeforeValidator(_as_list)] = []  # those of tier 0, one section each
     tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_as_list)]] = {}  # further drafters, by their tier
     gateway: GatewayConfig | None = None  # OpenAI's interface; None: no gateway
 
@@ -312,6 +314,18 @@ class ClusterConfig(Section):
         return values
 
     @model_validator(mode="after")
+    def _name_verifiers(self) -> Self:
+        """Have a verifier without a name serve its checkpoint under the name that the router knows it by."""
+        names = {path: name for name, path in self.router.models.items()}
+        self.verifier[:] = [
+            worker.model_copy(update={"name": names[worker.model]})
+            if worker.model_name not in self.router.models and worker.model in names and not worker.name
+            else worker
+            for worker in self.verifier
+        ]
+        return self
+
+    @model_validator(mode="after")
     def _check_upstream_tiers(self) -> Self:
         for worker in self.drafters:
             upper = worker.upstream_tier
@@ -340,16 +354,31 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
         return kind.model_validate(values)
     except ValidationError as error:
         lines = [
-            ": ".join((source, *filter(None, [".".join(map(str, entry["loc"]))])))
-            + ": "
-            + (
-                REMOVED.get(str(entry["loc"][-1]), "unknown key")
-                if entry["type"] == "extra_forbidden"
-                else entry["msg"].removeprefix("Value error, ")
-            )
+            ": ".join((source, *filter(None, [".".join(map(str, entry["loc"]))]), _problem(kind, entry)))
             for entry in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _problem(kind: type[Section], error: ErrorDetails) -> str:
+    """Return what is wrong with a key of a section, and what to do."""
+    *above, key = error["loc"] or ("",)
+    if error["type"] == "model_type":
+        return f"must be one section: write [{key}], with one pair of brackets"
+    if error["type"] != "extra_forbidden":
+        return error["msg"].removeprefix("Value error, ")
+    for name in above:
+        field = kind.model_fields.get(str(name))
+        kind = (_section_of(field.annotation) if field else None) or kind
+    meant = get_close_matches(str(key), kind.model_fields, n=1)
+    return REMOVED.get(str(key), "unknown key" + (f"; is {meant[0]} meant?" if meant else ""))
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """Return the kind of section that a field holds, as it is, in a list or by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_of, get_args(annotation))), None)
 
 
 def load_section(kind: type[SectionT], path: Path) -> SectionT:

@@ -61,8 +61,18 @@ def test_a_name_on_the_hub_is_not_relative_to_the_file(tmp_path: Path) -> None:
     text = GOOD.replace("m/target", "org/name@v1") + 'target = "org/other"\nstore = "org/store"\n'
     cluster = load_cluster(written(tmp_path, text))
     assert cluster.router.models["target"] == cluster.verifier[0].model == Path("org/name@v1")
-    assert cluster.verifier[0].model_name == "name"
+    assert cluster.verifier[0].model_name == "target"
     assert (cluster.drafter[0].target, cluster.drafter[0].store) == (Path("org/other"), tmp_path / "org" / "store")
+
+
+def test_a_verifier_without_a_name_serves_its_checkpoint_under_the_routers_name_for_it(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, GOOD.replace("target = ", "large = ")))
+    assert [*cluster.router.models] == [cluster.verifier[0].model_name] == ["large"]
+
+
+def test_a_single_section_of_a_kind_needs_one_pair_of_brackets(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, GOOD.replace("[[verifier]]", "[verifier]")))
+    assert len(cluster.verifier) == 1
 
 
 def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:

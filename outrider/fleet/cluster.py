@@ -255,7 +255,10 @@ def _check_names(config: ClusterConfig) -> None:
     for number, worker in enumerate(config.verifier):
         if worker.model_name not in config.router.models:
             known = ", ".join(config.router.models)
-            raise ConfigError(f"verifier.{number}.name: '{worker.model_name}' is not in [router.models] ({known})")
+            raise ConfigError(
+                f"verifier.{number}: serves {worker.model} as '{worker.model_name}', and [router.models] has {known}: "
+                "add it there, or give the verifier the `name` of one"
+            )
 
 
 def _check_tokenizers(config: ClusterConfig) -> None:

@@ -73,11 +73,12 @@ model = "{ROOT}/models/target"
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        (VALID + "thread = 2", ("verifier.0.thread: unknown key",)),
+        (VALID + "thread = 2", ("verifier.0.thread: unknown key; is threads meant?",)),
         (VALID + "slots = 0", ("verifier.0.slots:", "greater than or equal to 1")),
         (VALID + 'listen = "nowhere"', ("verifier.0.listen:", "HOST:PORT")),
-        (VALID + 'name = "other"', ("verifier.0.name", "'other'", "(target)")),
-        (VALID.replace("[[verifier]]", "[[verifiers]]"), ("verifier: Field required", "verifiers: unknown key")),
+        (VALID + 'name = "other"', ("verifier.0: serves", "as 'other'", "has target: add it there")),
+        (VALID.replace("[[verifier]]", "[[verifiers]]"), ("verifiers: unknown key; is verifier meant?",)),
+        (VALID.replace("[router]", "[[router]]"), ("router: must be one section: write [router]",)),
         ("[router", ("not valid TOML",)),
     ],
 )

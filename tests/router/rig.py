@@ -28,7 +28,7 @@ from router.requests.served_models import load_model
 from router.server import run
 from tests.router.fakes import FakeVerifier, announced
 
-FOLDER = Path(__file__).parents[2] / "models" / "target"
+FOLDER = Path(__file__).parents[2] / "models" / "mid"  # the target's tokenizer, without its chat template
 MODEL = load_model("target", FOLDER)
 ANSWER = "def f(x):\n    return x + 1  # é🙂\n"
 SCRIPT = MODEL.tokenizer.encode(ANSWER).ids
