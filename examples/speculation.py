@@ -7,7 +7,8 @@ import outrider
 WAYS: dict[str, outrider.Options] = {
     "off": {"speculation": "off"},
     "as the router decides": {},
-    "two tokens ahead, always": {"speculation": "fixed", "depth": 2},
+    "at most two tokens ahead": {"speculation": "fixed", "depth": 2},  # none while drafts do not pay
+    "two tokens ahead, always": {"speculation": "rounds", "depth": 2},  # to compare with: each step waits for them
     "another rule": {"rule": "traversal-verification"},  # distributed as the target's, but a draw of its own
 }
 

@@ -42,8 +42,11 @@ class Connection:
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"address: is {self.address!r}, must be HOST:PORT, for example {ROUTER}")
+        if not host or not port.isdigit() or host.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"address: is {self.address!r}, must be HOST:PORT of a router, for example {ROUTER}; "
+                "for a gateway's URL take a client of OpenAI's API"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,8 @@ class Router:
         if isinstance(known, Moved):
             return known
         if isinstance(known, Unavailable | DeadlineExceeded) and state is not grpc.ChannelConnectivity.READY:
-            return Unavailable(f"no router can be reached at {self.address}: {known}")
+            what = "what listens there speaks HTTP, as a gateway does" if "HTTP/2" in str(known) else known
+            return Unavailable(f"no router can be reached at {self.address}: {what}")
         return known
 
     async def close(self) -> None:

@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]  # strings that end the text and are not part of it
     stop_ids: Sequence[int]  # token ids that end the text, beside the model's end of text
     ignore_eos: bool  # continue after the model's end of text; False
-    speculation: PolicyName | None  # changes the speed, never the text; None takes the router's default
+    speculation: PolicyName | None  # changes the speed, never the text; None: the router's; only "rounds" never rests
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
     rule: RuleName  # acceptance rule; "shared-noise". The last two are lossy: they change the text's distribution
     lenience: float  # of "lenient-speculative-sampling": above 0 and at most 1, which is lossless

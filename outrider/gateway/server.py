@@ -100,6 +100,7 @@ def server(config: GatewayConfig) -> GatewayServer:
         app if config.trust_traces else OwnTraces(app),
         lifespan="on",
         log_config=None,
+        log_level="warning",
         access_log=False,
         http=cast(type[asyncio.Protocol], partial(BoundedConnection, max_connections=config.max_connections)),
         ws="none",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -156,6 +158,7 @@ def test_a_missing_redis_flag_is_named() -> None:
     [
         (("generate", "x", "--temperature", "-1"), ("temperature: is -1.0, must be a number from 0 to 100",)),
         (("generate", "x", "--address", "here"), ("address: is 'here', must be HOST:PORT",)),
+        (("generate", "x", "--address", "http://127.0.0.1:8000"), ("must be HOST:PORT of a router", "OpenAI's API")),
         (("generate", "x", "--address", "127.0.0.1:1"), ("no router can be reached at 127.0.0.1:1",)),
         (("generate", "x", "--speculation", "wild"), ("--speculation", "ema")),
         (("pad", "models/target", "x", "--parameters", "many"), ("--parameters", "150M")),
@@ -167,3 +170,41 @@ def test_a_missing_redis_flag_is_named() -> None:
 )
 def test_a_wrong_argument_of_a_command_is_named(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
     assert_refused(invoked(*arguments), *fragments)
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    """Where a server speaks HTTP."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def test_a_gateway_that_is_taken_for_a_router_is_called_one(gateway: str) -> None:
+    assert_refused(invoked("generate", "x", "--address", gateway), "speaks HTTP, as a gateway does")
+
+
+def test_a_router_that_is_taken_for_a_page_of_figures_is_no_bytes_on_the_screen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as caller:
+                caller.recv(4096)
+                caller.sendall(b"\x00\x00\x12\x04\x00" * 9)  # as HTTP/2 begins
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        done = invoked("top", f"127.0.0.1:{server.getsockname()[1]}", "--once")
+        answering.join()
+    assert_refused(done, "no such page is there", "`metrics`")
+    assert done.stderr.strip().isprintable()
+
+
+def test_the_client_alone_says_what_the_command_needs() -> None:
+    """`pip install .` installs no typer."""
+    program = "import sys; sys.modules['typer'] = None; from outrider.cli.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert_refused(Done(done.returncode, done.stderr), "typer is missing", "pip install 'outrider[serve]'")

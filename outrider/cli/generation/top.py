@@ -65,8 +65,9 @@ def fetch_snapshot(address: str) -> Snapshot:
             snapshot: Snapshot = json.load(answer)
             return snapshot
     except (OSError, ValueError, HTTPException) as error:
+        why = error if isinstance(error, OSError) else "no such page is there"
         raise Unavailable(
-            f"no router shows its figures at {address} ({error}); start it with --metrics {address}"
+            f"no router shows its figures at {address} ({why}); give the address that is its `metrics`"
         ) from None
 
 

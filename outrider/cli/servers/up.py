@@ -66,7 +66,8 @@ async def _serve(file: Path, ray: str | None) -> None:
             soft_wrap=True,
         )
         if config.router.metrics and not config.router.metrics.endswith(":0"):
-            screen.print(f"Watch: http://{config.router.metrics}/ or outrider top", highlight=False, soft_wrap=True)
+            page = config.router.metrics
+            screen.print(f"Watch: http://{page}/ or outrider top {page}", highlight=False, soft_wrap=True)
         await ClusterSupervisor(
             cluster, file, config, lambda event: log.print(event, style="bold red", markup=False, highlight=False)
         ).run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -152,3 +154,18 @@ def test_rates_are_reported_after_drafting_was_compared_with_plain_decoding() ->
     assert plain == pytest.approx(1000 / 0.0115, rel=0.02)
     assert 0 < drafted < plain
     assert steering.overlap_mode is OverlapMode.REST
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_figures_of_a_verifier_that_rests_drafters_never_show_that_drafting_is_faster(seed: int) -> None:
+    """On a machine whose steps scatter, with drafts that bring about what they cost."""
+    one, noise = session(), random.Random(seed)
+    steering = Steering(Governor(PlainPace(COST.points())), COST)
+    steering.on_opened([one])
+    shown = set()
+    for _ in range(4000):
+        seconds = 0.0115 * math.exp(noise.gauss(0.0, 0.1)) * (1.0 if one.terms.resting else 1.01)
+        steering.on_step([one], [SessionTokens(one, 1, 1.0)], 0, seconds)
+        shown.add(steering.rates())
+    assert len(shown) > 1
+    assert all(plain >= drafted for plain, drafted in shown)

@@ -93,12 +93,12 @@ class Governor:
             governor.reconsider()
 
     def rates(self, sessions: int) -> tuple[float, float]:
-        """Return the tokens per second of `sessions` sessions: plain, and in the best arm that drafts; 0 where none has
-        been in force."""
-        if self._present is None or (best := self._present.best_speedup) is None:
+        """Return the tokens per second of `sessions` sessions, plain and in the best arm that was measured to be
+        slower; 0 where none was."""
+        if self._present is None or (speedup := self._present.beaten_speedup) is None:
             return 0.0, 0.0
         plain = self.pace.tokens_per_s(sessions)
-        return plain, plain * best
+        return plain, plain * speedup
 
     @property
     def reason(self) -> str:

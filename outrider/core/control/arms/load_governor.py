@@ -84,9 +84,15 @@ class LoadGovernor:
         return f"the next best is {best}, whose speed over it was {judged[best]}"
 
     @property
-    def best_speedup(self) -> float | None:
-        """Speed over plain decoding of the best arm that drafts, lately; None if none has been in force."""
-        return max((speed.ratio for arm, speed in self._speeds.items() if arm != PLAIN), default=None)
+    def beaten_speedup(self) -> float | None:
+        """Speed over plain decoding of the best arm that drafts, where plain decoding is faster: in the pairs that
+        decided, or else over the steps that emptied the budget. None where none was slower."""
+        if self.usual != PLAIN:
+            return None
+        speeds = {arm: speed.ratio for arm, speed in self._speeds.items() if arm != PLAIN}
+        speeds |= {arm: math.exp(it.mean) for usual, arm, it, _ in self.judged() if usual == PLAIN}
+        best = max(speeds.values(), default=1.0)
+        return best if best < 1.0 else None
 
     def observe(self, arm: Arm, step: StepOutcome, plain_seconds: float, *, settled: bool) -> None:
         """Record a step under `arm`. Plain decoding would have taken `plain_seconds` for its work."""
