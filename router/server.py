@@ -34,13 +34,15 @@ from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.counters.request_metrics import RouterMetrics, mean
 from router.drafters.warm_start import WarmStart
-from router.reporting.dashboard import pages
+from router.reporting.dashboard import pages, sums
+from router.reporting.recent_sums import RecentSums
 from router.reporting.tree_view import TreeView
 from router.requests.served_models import ServedModel, load_model
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 from router.sessions.context import DecodeResources, RouterContext, SessionStore
+from router.sessions.generation import OwnedGeneration
 from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
 from router.sessions.sample_writer import SampleWriter
 from router.sessions.verifier_link import VerifierLinks
@@ -130,8 +132,12 @@ async def _serve(
         public_key = router.decoding.ticket_signer.public_key
         await clock.read(client)
         await list_key(client, public_key, clock.now())  # before the first ticket, for drafts from the first session on
-        trees = TreeView(service.steps.steps, lambda: tuple(service.calls.running.values()))
-        shown = pages(router, lambda: tuple(service.calls.running.values()), trees)
+
+        def running() -> tuple[OwnedGeneration, ...]:
+            return tuple(service.calls.running.values())
+
+        trees, history = TreeView(service.steps.steps, running), RecentSums(lambda: sums(router, running()))
+        shown = pages(router, running, trees, history)
         with exporting_telemetry("router", router.store.router_id, config.metrics, shown):
             async with (
                 supervising() as tasks,
@@ -160,6 +166,8 @@ async def _serve(
                 tasks.keep_running("warm start", router.warm_start.run)
                 tasks.keep_running("session events", service.steps.run)
                 tasks.keep_running("tree view", trees.run)
+                if config.metrics is not None:
+                    tasks.keep_running("history", history.run)
                 tasks.keep_running("training samples", router.decoding.sample_writer.run)
                 announce(address)
                 await asyncio.Event().wait()

@@ -110,6 +110,8 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         ):
 
             def describe() -> Worker:
+                steering = scheduler.learning.steering
+                plain, plain_error = steering.plain()
                 return Worker(
                     worker_id=worker_id,
                     role="verifier",
@@ -128,8 +130,11 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
                     dtype=config.dtype,
-                    arm=str(scheduler.learning.steering.governor.arm),
-                    arm_reason=scheduler.learning.steering.governor.reason,
+                    arm=str(steering.governor.arm),
+                    arm_reason=steering.governor.reason,
+                    tokens_per_s=steering.tokens_per_s,
+                    plain_tokens_per_s=plain,
+                    plain_error=plain_error,
                     prefixes=pack_keys(scheduler.sessions.slots.keys()),
                     trusts="*" if tls is None else " ".join(config.trusted_drafters),
                 )

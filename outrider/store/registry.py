@@ -65,6 +65,9 @@ class Worker:
     cores: float = 0.0  # processor seconds that its process took for each second since the heartbeat before
     arm: str = ""  # how a verifier works with drafters now; see docs/control.md
     arm_reason: str = ""  # why, for people
+    tokens_per_s: float = 0.0  # of all of a verifier's sessions, over its last steps
+    plain_tokens_per_s: float = 0.0  # of as many sessions without drafts, by its estimate
+    plain_error: float = 0.0  # of that, relative
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
     dtype: str = ""  # type in which a verifier has its weights

@@ -81,6 +81,12 @@ function say(text, kind) {
   find("state").className = kind;
 }
 
+// What the router kept of the minutes before the page was opened.
+async function recall() {
+  const answer = await fetch("history", { cache: "no-store" });
+  if (answer.ok) seen.push(...(await answer.json()).map((one) => ({ ...one, models: [], generations: [] })));
+}
+
 function take(now) {
   if (seen.length && seen.at(-1).router !== now.router) seen.length = 0; // it is another one: its sums begin anew
   seen.push(now);
@@ -103,7 +109,7 @@ const share = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %
 
 // Tokens a step: what is drafted and accepted, and the one that each step adds.
 const length = (one, next) => 1 + over(next.accepted - one.accepted, next.steps - one.steps);
-const gamma = (now) => over(now.generations.reduce((sum, one) => sum + one.gamma, 0), now.generations.length);
+const gamma = (now) => now.gamma ?? NaN;
 
 function figures(now) {
   const before = seen.at(-Math.min(5, seen.length));
@@ -111,8 +117,20 @@ function figures(now) {
   find("length").textContent = shown(length(before, now), 2);
   find("rate").textContent = share(over(now.accepted - before.accepted, now.verified - before.verified));
   find("gamma").textContent = shown(gamma(now));
+  speedup(now);
+  find("saved").textContent = now.accepted.toLocaleString("en");
   find("running").textContent = now.running;
   find("waiting").textContent = Object.values(now.waiting).reduce((sum, count) => sum + count, 0);
+}
+
+// Of all verifiers that have sessions, beside what they would do without drafts; the error of that is their estimate's.
+function speedup(now) {
+  const busy = now.workers.filter((one) => one.plain_tokens_per_s > 0 && one.sessions > 0);
+  const sum = (of) => busy.reduce((total, one) => total + of(one), 0);
+  const plain = sum((one) => one.plain_tokens_per_s);
+  const error = over(sum((one) => one.plain_tokens_per_s * one.plain_error), plain);
+  find("speedup").textContent = shown(over(sum((one) => one.tokens_per_s), plain), 2);
+  find("plain").textContent = plain ? `${shown(sum((one) => one.tokens_per_s), 0)}/s, plain ${shown(plain, 0)} ± ${share(error)}` : "";
 }
 
 // Of the steps that verified a node so deep, how many accepted so deep.
@@ -171,6 +189,7 @@ function bars(id, values) {
 // Rows and cells are kept as long as what their first cell names, so that whatever has the focus keeps it.
 function rows(id, lines) {
   const body = find(id).tBodies[0];
+  const names = [...find(id).tHead.rows[0].cells].map((cell) => cell.textContent);
   const kept = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   lines.forEach((cells, at) => {
     const key = cells[0].text ?? cells[0];
@@ -178,7 +197,11 @@ function rows(id, lines) {
     kept.delete(key);
     row.dataset.key = key;
     if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] || null);
-    cells.forEach((cell, column) => fill(row.cells[column] || row.insertCell(), cell));
+    cells.forEach((cell, column) => {
+      const made = row.cells[column] || row.insertCell();
+      made.dataset.name = names[column]; // where there is no room for columns
+      fill(made, cell);
+    });
   });
   for (const row of kept.values()) row.remove();
 }
@@ -234,9 +257,9 @@ function generations(now) {
   rows("generations", now.generations.map((one) => {
     const then = before.get(one.session) || { tokens: 0, seconds: 0 };
     return [{ text: one.session, press: () => watch(one.session) }, one.model, one.tokens, shown(over(one.tokens - then.tokens, one.seconds - then.seconds), 0),
-      shown(1 + over(one.accepted, one.steps), 2), one.gamma, one.verifier, one.drafters.join(", "),
+      shown(1 + over(one.accepted, one.steps), 2), one.speculation === "drafting" ? one.gamma : "-", one.verifier, one.drafters.join(", "),
       { text: one.speculation === "drafting" ? "drafting" : one.why, why: one.why, long: true }];
   }));
 }
 
-look();
+recall().finally(look);

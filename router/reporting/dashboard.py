@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from outrider.telemetry.pages import Page, PageContent, json_page
+from router.reporting.recent_sums import RecentSums
 from router.reporting.tree_view import ID_CHARACTERS, TreeView
 from router.sessions.context import RouterContext
 from router.sessions.generation import OwnedGeneration
@@ -21,13 +22,16 @@ PAGES = {"/": "index.html", "/live.js": "live.js", "/live.css": "live.css"}
 KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
 
 
-def pages(router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]], trees: TreeView) -> dict[str, Page]:
-    """Return the live page, its files, /live, the snapshot that it shows, /tree/SESSION, the shape of one generation's
-    tree, and /control, which the controllers decide from."""
+def pages(
+    router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]], trees: TreeView, history: RecentSums
+) -> dict[str, Page]:
+    """Return the live page, its files, /live, the snapshot that it shows, /history, the sums of the last minutes,
+    /tree/SESSION, the shape of one generation's tree, and /control, which the controllers decide from."""
     own = {path: _file(name) for path, name in PAGES.items()}
     return {
         **own,
         "/live": json_page(lambda: snapshot(router, running())),
+        "/history": json_page(history.page),
         "/tree/": trees.page,
         "/control": json_page(lambda: estimates(router, running())),
     }
@@ -45,21 +49,31 @@ def estimates(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict
     }
 
 
-def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
-    """Return all figures. May be called in another thread."""
-    metrics, generations = router.decoding.metrics, list(running)
+def sums(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
+    """Return what charts are made of: sums since the start, and gamma now, None while nothing drafts."""
+    metrics = router.decoding.metrics
+    drafting = [generation.plan.depth for generation in running if generation.usage.speculation.now.drafting]
     return {
         "router": router.store.router_id,
         "time": time.time(),
-        "running": len(generations),
-        "waiting": router.admission.depths(),
-        "outcomes": metrics.outcomes(),
         "tokens": metrics.tokens.total(),
         "steps": metrics.steps,
         "verified": metrics.depths.verified,
         "accepted": metrics.depths.accepted,
-        "tried_by_depth": metrics.depths.tried,
-        "reached_by_depth": metrics.depths.reached,
+        "tried_by_depth": [*metrics.depths.tried],
+        "reached_by_depth": [*metrics.depths.reached],
+        "gamma": sum(drafting) / len(drafting) if drafting else None,
+    }
+
+
+def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
+    """Return all figures. May be called in another thread."""
+    metrics, generations = router.decoding.metrics, list(running)
+    return {
+        **sums(router, generations),
+        "running": len(generations),
+        "waiting": router.admission.depths(),
+        "outcomes": metrics.outcomes(),
         "drafters": metrics.drafters(),
         "models": [_model(router, name, generations) for name in router.models],
         "workers": [
@@ -74,6 +88,9 @@ def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[
                 "cores": worker.cores,
                 "arm": worker.arm,
                 "arm_reason": worker.arm_reason,
+                "tokens_per_s": worker.tokens_per_s,
+                "plain_tokens_per_s": worker.plain_tokens_per_s,
+                "plain_error": worker.plain_error,
                 "suspected": router.decoding.worker_pool.suspected(worker),
             }
             for worker in router.decoding.worker_pool.listed

@@ -189,6 +189,38 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
 
 
 @needs_browser
+async def test_the_charts_of_a_page_begin_before_it_was_opened(shown: Shown) -> None:
+    await shown.ask(900)
+    await asyncio.sleep(2.0)  # the router takes its sums each second
+    async with browsing(shown) as page:
+        await expect(page.locator("#length-plot path")).to_have_count(1)
+        assert await page.evaluate("seen.length > 2 && seen.at(-1).tokens - seen[0].tokens >= 900")
+
+
+@needs_browser
+async def test_speed_is_shown_beside_that_of_plain_decoding_and_gamma_while_drafts_are_verified(shown: Shown) -> None:
+    async with browsing(shown) as page:
+        async with generating(shown):
+            await expect(page.locator("#speedup")).to_have_text(re.compile(r"^\d\.\d\d$"))
+            await expect(page.locator("#plain")).to_have_text(re.compile(r"^[1-9]\d*/s, plain [1-9]\d* ± \d+ %$"))
+            await expect(page.locator("#gamma")).to_have_text("4.0")
+        await expect(page.locator("#gamma")).to_have_text("-")
+        await expect(page.locator("#saved")).to_have_text(re.compile("^[1-9]"))
+
+
+@needs_browser
+async def test_a_phone_shows_every_column(shown: Shown) -> None:
+    async with browsing(shown, PHONE) as page, generating(shown):
+        await expect(page.locator("#generations tbody tr")).to_have_count(1)
+        cells = await page.locator("#workers td:not(:empty)").all()
+        assert len(cells) > 12
+        for cell in cells:
+            box = await cell.bounding_box()
+            assert box is not None
+            assert 0 <= box["x"] <= box["x"] + box["width"] <= PHONE[0]
+
+
+@needs_browser
 async def test_a_tree_is_drawn_for_keyboard_users(shown: Shown) -> None:
     async with browsing(shown) as page, generating(shown):
         button = page.locator("#generations button").first
@@ -302,7 +334,7 @@ async def test_top_shows_the_figures_in_a_terminal(shown: Shown) -> None:
 async def test_top_without_a_page_prints_the_remedy() -> None:
     status, output = await _command("top", "127.0.0.1:1", "--once")
     assert status == 2
-    assert "--metrics 127.0.0.1:1" in output
+    assert "give the address that is its `metrics`" in output
     assert "Traceback" not in output
 
 

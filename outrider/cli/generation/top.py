@@ -84,13 +84,15 @@ def screen(seen: Sequence[Snapshot], problem: str = "") -> Group:
         before = now
     recent = seen[-min(5, len(seen))] if before is not now else now
     steps, seconds = now["steps"] - recent["steps"], now["time"] - recent["time"]
-    generations = now["generations"]
     waiting = sum(now["waiting"].values())
+    busy = [one for one in now["workers"] if one["plain_tokens_per_s"] and one["sessions"]]
+    plain = sum(one["plain_tokens_per_s"] for one in busy)
     head = {
         "tokens/s": _over(now["tokens"] - recent["tokens"], seconds, "{:.0f}"),
+        "speed-up": _over(sum(one["tokens_per_s"] for one in busy), plain, "{:.2f}"),
         "acceptance length": _over(steps + now["accepted"] - recent["accepted"], steps, "{:.2f}"),
         "accepted": _over(now["accepted"] - recent["accepted"], now["verified"] - recent["verified"], "{:.0%}"),
-        "gamma": _over(sum(one["gamma"] for one in generations), len(generations), "{:.1f}"),
+        "gamma": "-" if now["gamma"] is None else f"{now['gamma']:.1f}",
         "running": str(now["running"]),
         "waiting": f"{waiting:.0f}",
     }
@@ -180,7 +182,7 @@ def _generations(before: Snapshot, now: Snapshot) -> Table:
             str(one["tokens"]),
             _over(one["tokens"] - then["tokens"], one["seconds"] - then["seconds"], "{:.0f}"),
             _over(one["steps"] + one["accepted"], one["steps"], "{:.2f}"),
-            str(one["gamma"]),
+            str(one["gamma"]) if one["speculation"] == "drafting" else "-",
             Text(", ".join(one["drafters"]) if one["speculation"] == "drafting" else one["why"]),
         )
     return table

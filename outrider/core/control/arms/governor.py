@@ -94,11 +94,11 @@ class Governor:
 
     def rates(self, sessions: int) -> tuple[float, float]:
         """Return the tokens per second of `sessions` sessions, plain and in the best arm that was measured to be
-        slower; 0 where none was."""
-        if self._present is None or (speedup := self._present.beaten_speedup) is None:
+        slower; 0 for the second where none was, and for both where no arm that drafts has been in force."""
+        if self._present is None or not self._present.drafted:
             return 0.0, 0.0
         plain = self.pace.tokens_per_s(sessions)
-        return plain, plain * speedup
+        return plain, plain * (self._present.beaten_speedup or 0.0)
 
     @property
     def reason(self) -> str:

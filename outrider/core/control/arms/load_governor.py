@@ -84,6 +84,11 @@ class LoadGovernor:
         return f"the next best is {best}, whose speed over it was {judged[best]}"
 
     @property
+    def drafted(self) -> bool:
+        """Whether an arm that drafts has been in force."""
+        return any(arm != PLAIN for arm in self._speeds)
+
+    @property
     def beaten_speedup(self) -> float | None:
         """Speed over plain decoding of the best arm that drafts, where plain decoding is faster: in the pairs that
         decided, or else over the steps that emptied the budget. None where none was slower."""
