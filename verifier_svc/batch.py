@@ -13,10 +13,11 @@ from outrider.core.acceptance import VERIFY, ChildSampling, SeededRandom, Walk
 from outrider.core.proposers.lookahead import NO_ROWS, WindowRows
 from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.grammar import GrammarDelayed
-from outrider.core.sampling.logprobs import pack
+from outrider.core.sampling.logprobs import pack, rank
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import SHARED_NOISE, StepReport
+from outrider.core.session.decoding import PromptScores
 from outrider.core.tree.node import Node
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Traits
@@ -39,6 +40,8 @@ class SessionWork:
     window_cost_tokens: float = 0.0  # tokens that could be committed in the time of its rows
     window_seconds: float = 0.0  # spent on it outside the pass
     expected: float = 1.0  # tokens that it should commit, by the calibrated scores of its nodes
+    scored: int = 0  # its last rows of which each gives the log-probability of the prompt's next token
+    scores: PromptScores | None = None  # these
     delayed: bool = False  # the step commits nothing for it: what its grammar allows was not known in time
 
     @property
@@ -63,8 +66,9 @@ class SessionWork:
 
     @property
     def outputs(self) -> int:
-        """Number of logit rows: one after the root, one for each node, one for each row of the window."""
-        return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else 0
+        """Number of logit rows: one after the root, one for each node, one for each row of the window; or those of a
+        prompt's chunk whose log-probabilities are wanted."""
+        return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else self.scored
 
     def draw(self, engine: Traits) -> Draw | None:
         """Return how an engine draws the session's tokens; None where it cannot, or another rule than shared noise
@@ -111,6 +115,14 @@ class StepBatch:
     def __post_init__(self) -> None:
         self.rows = sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
+    def score(self, logits: Logits) -> None:
+        """Compute the log-probabilities that are wanted of prompts. Takes time in proportion to their rows."""
+        first = 0
+        for work in self.works:
+            if work.scored:
+                work.scores = prompt_scores(work, logits, first)
+            first += work.outputs
+
     @property
     def sessions(self) -> list[VerifierSession]:
         """The sessions of this step."""
@@ -142,6 +154,20 @@ def kept_rows(
         if rows and not work.session.finished and not work.delayed:
             yield work, walked, [first + row for row in rows]
         first += count
+
+
+def prompt_scores(work: SessionWork, logits: Logits, first: int) -> PromptScores:
+    """Return the log-probabilities of the prompt's tokens behind the work's scored rows. `first`: that of these rows in
+    the logits."""
+    session, position = work.session, work.end + 1 - work.scored
+    alternatives = session.contract.prompt_logprobs
+    assert alternatives is not None  # else no row is scored
+    entries, ranks = bytearray(), []
+    for row, token in enumerate(session.tokens[position : work.end + 1], first):
+        values = logits.row(row)[: session.unpadded_vocabulary]
+        entries += pack(values, token, alternatives)
+        ranks.append(rank(values, token))
+    return PromptScores(position, bytes(entries), tuple(ranks))
 
 
 def until_stop(choices: Sequence[Choice], stop_ids: Collection[int]) -> Sequence[Choice]:

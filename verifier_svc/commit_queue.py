@@ -9,6 +9,7 @@ from typing import NamedTuple
 from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
+from outrider.core.session.decoding import PromptScores
 from outrider.errors import OutriderError
 
 
@@ -23,11 +24,13 @@ class StepCommit(NamedTuple):
     contributions: tuple[DrafterContribution, ...] = ()  # one for each drafter, if there are several
 
 
-class CommitQueue(asyncio.Queue[StepCommit | None]):
-    """A session's commits on their way to its router. The window bounds their number; None: the session is closed."""
+class CommitQueue(asyncio.Queue[StepCommit | PromptScores | None]):
+    """A session's commits on their way to its router, behind its prompt's log-probabilities. Both are bounded by what
+    the router has acknowledged; None: the session is closed."""
 
     def __init__(self, durable: int, window: int) -> None:
-        """`durable`: number of tokens in the router's log; `window`: tokens that may be committed beyond it."""
+        """`durable`: number of tokens in the router's log, or of the prompt's with log-probabilities there; `window`:
+        tokens that may be committed beyond it."""
         super().__init__()
         self.durable = durable
         self.fenced = False  # a higher epoch took the session over
@@ -49,6 +52,6 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         """End the reader's wait: no commit follows."""
         self.put_nowait(None)
 
-    def _put(self, item: StepCommit | None) -> None:
+    def _put(self, item: StepCommit | PromptScores | None) -> None:
         super()._put(item)
         self.on_change()

@@ -62,7 +62,8 @@ class OpenSessions(dict[str, VerifierSession]):
                 raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
             present.commits.fenced = True
             self.close(present)
-        kv_slot = self.slots.acquire(start.tokens, start.kv_scope, start.session_id)
+        most = None if start.scored is None else start.scored - 1  # the row before a token has its log-probability
+        kv_slot = self.slots.acquire(start.tokens, start.kv_scope, start.session_id, most)
         self._executor.prepare_slot(kv_slot)
         proposer = self._ngram_proposers.begin(start.tenant, start.contract)
         heads = self._head_proposer.open(start.contract, kv_slot, self._executor)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from outrider.core.session.contract import FinishReason, Plan
+from outrider.core.session.decoding import PromptScores
 from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.status import error_to_pb
@@ -243,6 +244,16 @@ class _Generation:
             if commit is None:
                 self.fail(_why_closed(session))
                 break
+            if isinstance(commit, PromptScores):
+                size += len(commit.logprobs)
+                message.scores.add(
+                    handle=self.handle,
+                    epoch=session.epoch,
+                    position=commit.position,
+                    logprobs=commit.logprobs,
+                    ranks=commit.ranks,
+                )
+                continue
             size += _add(message, self.handle, session.epoch, commit)
             if commit.last:
                 stopped = session.tokens[-1] in session.contract.stop_ids

@@ -148,7 +148,7 @@ class StepScheduler:
             if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
                 self.choice.begun = StepBatch(going_on, step.min_path_score, step.rate)
         else:
-            logits = await self._executor.sample(segments, draws, meanwhile)
+            logits = await self._executor.sample(segments, draws, meanwhile, then=step.score)
         self.learning.on_pass(step, began)
         self.sessions.in_pass = ()
         self.progress.end()
@@ -179,11 +179,11 @@ class StepScheduler:
         walks: list[Walk | None] = []
         first = 0
         for work in step.works:
+            verdicts = StepVerdicts(work, logits, first)
+            first += work.outputs
             if not work.chooses:
                 walks.append(None)
                 continue
-            verdicts = StepVerdicts(work, logits, first)
-            first += work.outputs
             rows = VerifiedRows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
             try:
                 walks.append(work.session.rule.walk(rows, verdicts, verdicts.random_source()))
@@ -220,6 +220,8 @@ class StepScheduler:
         session.cached = work.end
         self.sessions.slots.mark_computed(session.kv_slot.slot, session.cached)
         session.propose_ngrams()
+        if work.scores is not None:
+            session.send_scores(work.scores)
         if session.traced is not None:
             session.traced.on_prefill(step.figures, work.start, work.end)
         if isinstance(session, PrefillSession) and not session.ready:

@@ -247,6 +247,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             plan=plan_from_pb(start.plan),
             window=start.window,
             known=known,
+            scored=max(1, start.scored)
+            if contract.prompt_logprobs is not None and start.scored < start.answer_position
+            else None,
         )
 
 

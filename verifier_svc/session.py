@@ -15,6 +15,7 @@ from outrider.core.control.holds.arrival_model import ArrivalPatterns, Arrivals
 from outrider.core.sampling.grammar import GrammarState
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.session.decoding import SCORED_AHEAD, PromptScores
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
@@ -49,6 +50,7 @@ class SessionStart:
     known: Prefix = NOTHING  # digest of a prefix of the tokens, computed outside the event loop's thread
     grammar: GrammarState | None = None  # of the contract, behind the tokens
     adapter: object | None = None  # of the contract, as the engine has loaded it
+    scored: int | None = None  # first position whose log-probabilities are wanted, at least 1; None: of none
 
     @property
     def kv_scope(self) -> str:
@@ -92,7 +94,8 @@ class VerifierSession(UpstreamSession):
         )
         self.arrivals = Arrivals(patterns)
         self.terms = DraftingTerms(start.plan, drawn=self.drawn)
-        self.commits = CommitQueue(len(self.tokens), start.window)
+        self.scored = start.answer_position if start.scored is None else start.scored  # the prompt's positions below
+        self.commits = CommitQueue(self.scored if self.scoring else len(self.tokens), start.window)
         self.finished = False
         self.traced: TracedSteps | None = None  # set if the request is traced
         self.broadcast = StepBroadcast()
@@ -125,13 +128,29 @@ class VerifierSession(UpstreamSession):
     def awaited_grammar(self) -> GrammarState | None:
         """The grammar, where a step would serve this session but for it, and it usually takes but a moment."""
         grammar = self.grammar
-        if grammar is None or not grammar.pending or grammar.slow or self.finished or self.room <= 0:
+        if grammar is None or not grammar.pending or grammar.slow or self.finished or self.room <= 0 or self.scoring:
             return None
         return grammar
 
     @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still wanted."""
+        return self.scored < self.answer_position
+
+    def readable(self, rows: int) -> int:
+        """Return how many tokens the next step may read, if it may compute log-probabilities from `rows` of their rows.
+
+        A step that chooses a token computes none.
+        """
+        if not self.scoring:
+            return self.unread
+        return min(self.answer_position, self.commits.durable + SCORED_AHEAD, self.scored + rows) - 1 - self.cached
+
+    @property
     def ready(self) -> bool:
         """Whether a step may serve this session now."""
+        if self.scoring:
+            return not self.finished and self.readable(1) > 0
         return not self.finished and self.room > 0 and not (self.grammar is not None and self.grammar.pending)
 
     @property
@@ -227,7 +246,7 @@ class VerifierSession(UpstreamSession):
     def propose_forced(self) -> None:
         """Add the tokens that the contract's grammar forces to the tree, as far as its plan goes."""
         grammar, plan = self.grammar, self.ceilings
-        if grammar is None or grammar.pending or not plan.depth or self.drawn:
+        if grammar is None or grammar.pending or not plan.depth or self.drawn or self.scoring:
             return
         node = self.tree.root
         for token in grammar.forced()[: min(plan.depth, plan.nodes, self.room - 1)]:
@@ -266,6 +285,11 @@ class VerifierSession(UpstreamSession):
             DrafterContribution(drafter, sent[sender], accepted[sender], alone[sender])
             for drafter, sender in drafters.items()
         )
+
+    def send_scores(self, scores: PromptScores) -> None:
+        """Queue the log-probabilities of the prompt's next tokens for the router's stream."""
+        self.scored += len(scores.ranks)
+        self.commits.put_nowait(scores)
 
     def commit(
         self, choices: Sequence[Choice], report: StepReport, now: float, shares: tuple[DrafterContribution, ...] = ()

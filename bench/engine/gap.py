@@ -27,6 +27,7 @@ from outrider.engine.following import FollowingPass
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine, Traits
 from outrider.engine.interface.logits import Logits
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
@@ -133,6 +134,7 @@ def open_sessions(scheduler: StepScheduler, count: int) -> Iterator[VerifierSess
 async def read(session: VerifierSession) -> None:
     """Take a session's commits, as the stream to its router does."""
     while (commit := await session.commits.get()) is not None:
+        assert isinstance(commit, StepCommit)  # no prompt's log-probabilities are wanted
         session.commits.acknowledge(commit.position + len(commit.choices))
 
 

@@ -20,6 +20,7 @@ from outrider.config import ClusterConfig
 from outrider.core.control.cost.calibration import Calibration
 from outrider.core.control.depth.policies import policy
 from outrider.core.session.contract import Contract, Plan, PlanOverlap, PolicyName
+from outrider.core.session.decoding import PromptScores
 from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.engine.threads import run_in_short_lived_thread
@@ -118,6 +119,7 @@ class LocalPair:
 
     async def _next(self, session: VerifierSession) -> StepCommit | None:
         commit = await session.commits.get()
+        assert not isinstance(commit, PromptScores)  # none are wanted
         for task in self._tasks:
             if task.done():
                 raise InternalError("a loop of the pair has ended") from task.exception()

@@ -48,8 +48,10 @@ class ReceivedAnswer:
         follow the last."""
         chunk = _wire.chunk_from_pb(message)
         position, offset = self._resume_point()
-        position = max(position, self._begun.prompt_tokens)
-        if (chunk.next_position - len(chunk.token_ids), chunk.text_offset - len(chunk.text)) != (position, offset):
+        if not chunk.prompt_logprobs:
+            position = max(position, self._begun.prompt_tokens)
+        count = len(chunk.token_ids) + len(chunk.prompt_logprobs)
+        if (chunk.next_position - count, chunk.text_offset - len(chunk.text)) != (position, offset):
             raise InternalError(f"the router's chunk does not continue position {position}, text offset {offset}")
         self._next = chunk.next_position, chunk.text_offset
         if keep:
@@ -69,6 +71,7 @@ class ReceivedAnswer:
             session_id=started.session_id,
             usage=_wire.usage_from_pb(message.usage),
             logprobs=LogprobRows(row for chunk in chunks for row in chunk.logprobs.rows),
+            prompt_logprobs=LogprobRows(row for chunk in chunks for row in chunk.prompt_logprobs.rows),
             generation=started.generation,
             cached_tokens=started.cached_tokens,
             forked_from=started.forked_from,

@@ -23,6 +23,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log-probabilities, likeliest first
     text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
     top_texts: tuple[bytes, ...] = ()  # of the likeliest tokens
+    id: int = 0  # of the prompt's tokens: the token's id
+    rank: int = 0  # of the prompt's tokens: 1 is the likeliest; 0: the first, whose `logprob` is NaN: it follows none
 
 
 class LogprobRows(Sequence[TokenLogprobs]):
@@ -69,6 +71,7 @@ class Chunk:
     next_position: int  # position after the last token, counted from the first token of the prompt
     text_offset: int  # characters of the answer so far, this chunk included
     logprobs: LogprobRows = NO_ROWS  # one for each token, if the request has `logprobs`
+    prompt_logprobs: LogprobRows = NO_ROWS  # of the prompt's next tokens, in chunks before the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Generation:
     session_id: str
     usage: Usage
     logprobs: LogprobRows = NO_ROWS  # one for each token, if the request has `logprobs`
+    prompt_logprobs: LogprobRows = NO_ROWS  # one for each token before the answer, if the request has `prompt_logprobs`
     generation: int = 1  # number in the session, from 1
     cached_tokens: int = 0  # tokens of the prompt whose KV was cached
     forked_from: str = ""  # the session that this session forked from
@@ -269,4 +273,4 @@ class Model:
 def _decoded(row: bytes) -> TokenLogprobs:
     entry = wire.TokenLogprobs.FromString(row)
     top = tuple(zip(entry.top_ids, entry.top_logprobs, strict=True))
-    return TokenLogprobs(entry.logprob, top, entry.text, tuple(entry.top_texts))
+    return TokenLogprobs(entry.logprob, top, entry.text, tuple(entry.top_texts), entry.id, entry.rank)

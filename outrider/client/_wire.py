@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,7 @@ class Options(TypedDict, total=False):
     choices: Sequence[str] | None  # the answer is one of these
     grammar: str | None  # the answer follows this grammar, in Lark's form
     logprobs: int | None  # return each token's log-probability and those of this many likeliest tokens, 0 to 20
+    prompt_logprobs: int | None  # of each token of the prompt, too; in a session of all before the answer
     session: str  # the session to continue with a turn; the prompt follows its tokens
     whole_history: bool  # the prompt is the whole conversation; where it differs, a new session forks off
     priority: Priority  # "interactive", or "batch": the request may wait while the cluster is full
@@ -198,10 +200,12 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
     count = len(message.token_ids)
     uneven = any(
         len(entry.top_ids) != len(entry.top_logprobs) or len(entry.top_texts) not in (0, len(entry.top_ids))
-        for entry in message.logprobs
+        for entry in itertools.chain(message.logprobs, message.prompt_logprobs)
     )
     if uneven or len(message.gaps) not in (0, count) or len(message.logprobs) not in (0, count):
         raise InternalError(f"the router sent a malformed chunk of {count} tokens")
+    if count and message.prompt_logprobs:
+        raise InternalError("the router sent a chunk with tokens of both prompt and answer")
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),
@@ -209,6 +213,7 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
         next_position=message.next_position,
         text_offset=message.text_offset,
         logprobs=LogprobRows(entry.SerializeToString() for entry in message.logprobs),
+        prompt_logprobs=LogprobRows(entry.SerializeToString() for entry in message.prompt_logprobs),
     )
 
 

@@ -90,11 +90,22 @@ class Executor:
         self._queued.clear()
 
     async def sample(
-        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 0
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        meanwhile: Callable[[], None],
+        best: int = 0,
+        then: Callable[[Logits], None] = lambda logits: None,
     ) -> Logits:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
-        a short one, which it runs itself."""
-        return await self._run(segments, lambda: self.engine.sample(segments, draws, best), meanwhile)
+        a short one, which it runs itself. `then` is called with the logits in the thread of the pass."""
+
+        def sample_and_then() -> Logits:
+            logits = self.engine.sample(segments, draws, best)
+            then(logits)
+            return logits
+
+        return await self._run(segments, sample_and_then, meanwhile)
 
     async def run_on(
         self,

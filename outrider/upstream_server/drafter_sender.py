@@ -110,7 +110,8 @@ def snapshot_parts(subscription: Subscription) -> Iterator[wire.Snapshot]:
         if end == len(tokens):
             part.last = True
             part.digest = digest
-            part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # drafters need none
+            contract = replace(session.contract, logprobs=None, prompt_logprobs=None)  # drafters need none
+            part.contract.CopyFrom(contract_to_pb(contract))
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
             set_sent_terms(part, session.terms.sent)

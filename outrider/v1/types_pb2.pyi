@@ -71,7 +71,7 @@ FINISH_REASON_ABANDONED: FinishReason
 FINISH_REASON_FAILED: FinishReason
 
 class Contract(_message.Message):
-    __slots__ = ("seed", "choice", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_ids", "banned_ids", "min_tokens", "rule", "lenience", "typical_epsilon", "typical_delta", "max_tokens", "stop_ids", "logprobs", "grammar", "adapter")
+    __slots__ = ("seed", "choice", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_ids", "banned_ids", "min_tokens", "rule", "lenience", "typical_epsilon", "typical_delta", "max_tokens", "stop_ids", "logprobs", "grammar", "adapter", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Contract(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     choice: int
     temperature: float
@@ -123,7 +124,8 @@ class Contract(_message.Message):
     logprobs: int
     grammar: Grammar
     adapter: Adapter
-    def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_ids: _Optional[_Iterable[int]] = ..., banned_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., rule: _Optional[str] = ..., lenience: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_delta: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_ids: _Optional[_Iterable[int]] = ..., banned_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., rule: _Optional[str] = ..., lenience: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_delta: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("folder", "digest")

@@ -30,7 +30,7 @@ class PlanChange(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant", "lease_ms", "handle", "trace")
+    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant", "lease_ms", "handle", "trace", "scored")
     class TraceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class DecodeStart(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     model: str
@@ -66,7 +67,8 @@ class DecodeStart(_message.Message):
     lease_ms: int
     handle: int
     trace: _containers.ScalarMap[str, str]
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ..., handle: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    scored: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ..., handle: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ..., scored: _Optional[int] = ...) -> None: ...
 
 class WarmRequest(_message.Message):
     __slots__ = ("model", "tokenizer_digest", "tokens", "tenant", "adapter")
@@ -113,16 +115,18 @@ class WarmResponse(_message.Message):
     def __init__(self, cached: _Optional[int] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("heartbeat", "started", "commits", "ended")
+    __slots__ = ("heartbeat", "started", "commits", "ended", "scores")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     heartbeat: _types_pb2.Heartbeat
     started: _containers.RepeatedCompositeFieldContainer[DecodeStarted]
     commits: _containers.RepeatedCompositeFieldContainer[DecodeCommit]
     ended: _containers.RepeatedCompositeFieldContainer[DecodeEnded]
-    def __init__(self, heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., started: _Optional[_Iterable[_Union[DecodeStarted, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DecodeCommit, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
+    scores: _containers.RepeatedCompositeFieldContainer[PromptScores]
+    def __init__(self, heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., started: _Optional[_Iterable[_Union[DecodeStarted, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DecodeCommit, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[PromptScores, _Mapping]]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("cached", "handle", "resting")
@@ -155,6 +159,20 @@ class DecodeCommit(_message.Message):
     logprobs: bytes
     handle: int
     def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[DrafterContribution, _Mapping]]] = ..., logprobs: _Optional[bytes] = ..., handle: _Optional[int] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("handle", "epoch", "position", "logprobs", "ranks")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    epoch: int
+    position: int
+    logprobs: bytes
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DrafterContribution(_message.Message):
     __slots__ = ("drafter_id", "verified", "accepted", "alone")

@@ -27,6 +27,7 @@ def field_names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
 
 
 _CONTRACT, _PLAN, _REPORT = field_names(Contract), field_names(Plan), field_names(StepReport)
+_OPTIONAL = ("logprobs", "prompt_logprobs")  # numbers of a contract that may be absent
 _figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fields
 
 
@@ -50,10 +51,10 @@ def contract_to_pb(contract: Contract) -> pb.Contract:
 def contract_from_pb(message: pb.Contract) -> Contract:
     """Return the contract. Raises InvalidRequest naming the field that is out of range."""
     values = {name: getattr(message, name) for name in _CONTRACT}
-    logprobs = message.logprobs if message.HasField("logprobs") else None
+    wanted = {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL}
     grammar = grammar_from_pb(message.grammar) if message.HasField("grammar") else None
     adapter = adapter_from_pb(message.adapter) if message.HasField("adapter") else None
-    return Contract(**values | {"logprobs": logprobs, "grammar": grammar, "adapter": adapter})
+    return Contract(**values | wanted | {"grammar": grammar, "adapter": adapter})
 
 
 def grammar_to_pb(grammar: Grammar | None) -> pb.Grammar | None:

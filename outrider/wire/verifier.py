@@ -26,6 +26,7 @@ DrafterContribution = pb.DrafterContribution
 Error = pb.Error
 Plan = types_pb2.Plan
 PlanChange = pb.PlanChange
+PromptScores = pb.PromptScores
 ReadAdapterRequest = pb.ReadAdapterRequest
 ReadAdapterResponse = pb.ReadAdapterResponse
 StepTree = types_pb2.StepTree
@@ -56,6 +57,7 @@ def start_to_pb(start: decoding.DecodeStart, trace: Iterable[tuple[str, str]]) -
         window=start.window,
         lease_ms=round(start.lease_s * 1000),
         trace=dict(trace),
+        scored=start.scored,
     )
 
 
@@ -73,3 +75,8 @@ def commit_from_pb(message: pb.DecodeCommit) -> decoding.ReceivedCommit:
         report=report_from_pb(message.report),
         contributions=tuple(Share(it.drafter_id, it.verified, it.accepted, it.alone) for it in message.contributions),
     )
+
+
+def scores_from_pb(message: pb.PromptScores) -> decoding.PromptScores:
+    """Return the log-probabilities of a part of a prompt."""
+    return decoding.PromptScores(message.position, message.logprobs, tuple(message.ranks))

@@ -56,10 +56,13 @@ def _chunk_to_pb(part: ResponsePart, contract: Contract, token_text: Callable[[i
     chunk = message.chunk  # filled in place, which takes half as long as copying one
     chunk.SetInParent()
     chunk.text = part.text
-    chunk.token_ids.extend(part.tokens)
-    chunk.gaps.extend(part.gaps)
     chunk.next_position = part.position + len(part.tokens)
     chunk.text_offset = part.text_offset
+    if part.ranks:
+        _add_prompt(chunk, part, contract.prompt_logprobs or 0, token_text)
+        return message
+    chunk.token_ids.extend(part.tokens)
+    chunk.gaps.extend(part.gaps)
     if contract.logprobs is not None:
         for token, entry in zip(part.tokens, unpack(part.logprobs, contract.logprobs), strict=False):
             chunk.logprobs.add(
@@ -70,6 +73,21 @@ def _chunk_to_pb(part: ResponsePart, contract: Contract, token_text: Callable[[i
                 top_texts=map(token_text, entry.top_ids),
             )
     return message
+
+
+def _add_prompt(chunk: pb.Chunk, part: ResponsePart, alternatives: int, token_text: Callable[[int], bytes]) -> None:
+    """Add a part of the prompt to a chunk. The first token has no log-probability, and no alternatives."""
+    for token, rank, entry in zip(part.tokens, part.ranks, unpack(part.logprobs, alternatives), strict=True):
+        top_ids = entry.top_ids if rank else ()
+        chunk.prompt_logprobs.add(
+            logprob=entry.logprob,
+            top_ids=top_ids,
+            top_logprobs=entry.top_logprobs if rank else (),
+            text=token_text(token),
+            top_texts=map(token_text, top_ids),
+            id=token,
+            rank=rank,
+        )
 
 
 def session_to_pb(record: SessionRecord) -> pb.Session:

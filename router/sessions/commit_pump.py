@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import FinishReason, Plan, StepReport
-from outrider.core.session.decoding import ReceivedCommit
+from outrider.core.session.decoding import PromptScores, ReceivedCommit
 from outrider.errors import InternalError
 from outrider.telemetry.tracing import recording_span
 from router.counters.request_metrics import plan_attributes
@@ -81,6 +81,8 @@ class CommitPump:
         statuses = StepStatuses(self._resources.config, policy, stream.worker)
         while not isinstance(event := await stream.next(), DecodeEnd):
             if not isinstance(event, ReceivedCommit):
+                if isinstance(event, PromptScores):
+                    self._send_scores(event, token_log, stream)
                 if token_log.idle_s > self._resources.config.lease_s / RENEWALS_PER_LEASE:
                     await token_log.renew()
                 if self._opened.left_s <= 0.0:
@@ -102,6 +104,15 @@ class CommitPump:
         if response.reason is None:
             raise InternalError(f"verifier {stream.worker.worker_id} ended the response before its contract did")
         return response.reason
+
+    def _send_scores(self, scores: PromptScores, token_log: TokenLog, stream: DecodeStream) -> None:
+        """Send log-probabilities of the prompt, and behind the last ones what the client lacks of the response."""
+        response = self._opened.response
+        self._outbox.replay(response.add_scores(scores, token_log.tokens), response.scored, 0)
+        if not response.scoring:
+            self._outbox.replay(self._opened.missing, response.position, response.text_offset)
+        stream.acknowledge(self._outbox.limit)
+        self._client_watch.start()
 
     async def _log_and_send(self, commit: ReceivedCommit, token_log: TokenLog, stream: DecodeStream) -> None:
         """Append a commit's tokens to the log, and only then acknowledge and send them."""

@@ -77,7 +77,7 @@ class OwnedGeneration:
             else:
                 self._send_started(cached=0)
             last_part = self._response.flush()
-            if last_part.text:
+            if last_part.text and not self._response.scoring:
                 outbox.put(last_part)
             self.reason = reason.value
             outbox.put(FinishedEvent(reason, self._response.start, self._response.usage))
@@ -169,6 +169,7 @@ class OwnedGeneration:
         tokens than became durable."""
         self._send_started(cached=0)
         generation, sent_end = self._opened.record.generation, self._outbox.end
+        sent_end = max(sent_end[0], self._response.start), sent_end[1]  # it may have ended before the prompt was sent
         ended = await self._takeovers.take_over(self.tenant, self.session_id, generation, ClientPosition(*sent_end))
         self._response = ended.response
         self._outbox.replay(ended.missing, self._response.position, self._response.text_offset)
@@ -214,5 +215,10 @@ class OwnedGeneration:
                 form=self._response.form,
             )
         )
-        self._outbox.replay(opened.missing, self._response.position, self._response.text_offset)
+        response = self._response
+        if response.scored == 0:
+            assert opened.token_log is not None  # an answer that has ended is sent only behind its prompt
+            self._outbox.put(response.first_token(opened.token_log.tokens))
+        if not response.scoring:
+            self._outbox.replay(opened.missing, response.position, response.text_offset)
         self._attempts.client_watch.start()

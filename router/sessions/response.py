@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract, FinishReason
-from outrider.core.session.decoding import ReceivedCommit
+from outrider.core.session.decoding import PromptScores, ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, InvalidRequest
 from outrider.limits.fair_turns import LoopTurns
@@ -16,11 +18,12 @@ from router.counters.usage_stats import UsageStats
 from router.text.detokenizer import AnswerText
 
 REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each part takes about half a millisecond
+NO_SCORE = struct.pack("<f", math.nan)  # log-probability of a prompt's first token, which follows none
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsePart:
-    """What the response took of one commit."""
+    """What the response took of one commit, or a part of the prompt with its log-probabilities."""
 
     position: int  # position of the first token
     tokens: tuple[int, ...]
@@ -28,6 +31,9 @@ class ResponsePart:
     logprobs: bytes  # as the log holds them; empty unless the contract asks for them
     text: str  # the text that these tokens completed
     text_offset: int  # characters of the response so far, this text included
+    ranks: tuple[
+        int, ...
+    ] = ()  # of the prompt: each token's rank, 0 for the first one; empty for the response's tokens
 
     @property
     def replayed(self) -> bool:
@@ -55,7 +61,11 @@ def position_beyond_log(next_position: int, length: int) -> Conflict:
 
 
 class Response:
-    """One response. The verifier's commits go in; parts to log and to send come out."""
+    """One response. The verifier's commits go in; parts to log and to send come out.
+
+    Where the contract wants the prompt's log-probabilities, `scored` is the position up to which parts with them were
+    made; they go out before the response's own.
+    """
 
     def __init__(
         self,
@@ -76,6 +86,8 @@ class Response:
         self._text = text
         self.text_offset = 0  # characters of the response that are complete
         self._last: int | None = None  # the response's last token
+        self.scored = self.start if contract.prompt_logprobs is None else 0
+        self._prompt_stride = stride(contract.prompt_logprobs or 0)
 
     @property
     def reason(self) -> FinishReason | None:
@@ -84,8 +96,40 @@ class Response:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position - self.start >= self._contract.max_tokens else None
 
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are still wanted."""
+        return self.scored < self.start
+
+    def first_token(self, prompt: Sequence[int]) -> ResponsePart:
+        """Return the part of the prompt's first token, which has no log-probability."""
+        empty = bytes(self._prompt_stride - len(NO_SCORE))
+        return self._prompt_part(prompt[:1], NO_SCORE + empty, (0,))
+
+    def add_scores(self, scores: PromptScores, prompt: Sequence[int]) -> list[ResponsePart]:
+        """Add log-probabilities of the prompt. Raises InternalError when they do not continue those before."""
+        count, size = len(scores.ranks), self._prompt_stride
+        if scores.position != self.scored or count > self.start - self.scored or len(scores.logprobs) != count * size:
+            raise InternalError(
+                f"the verifier sent {len(scores.logprobs)} bytes of log-probabilities for {count} tokens of the prompt "
+                f"from position {scores.position}, not {self.scored}, on"
+            )
+        parts = []
+        for first in range(0, count, REPLAY_TOKENS):
+            ranks = scores.ranks[first : first + REPLAY_TOKENS]
+            tokens = prompt[self.scored : self.scored + len(ranks)]
+            parts.append(self._prompt_part(tokens, scores.logprobs[first * size : (first + len(ranks)) * size], ranks))
+        return parts
+
+    def _prompt_part(self, tokens: Sequence[int], logprobs: bytes, ranks: tuple[int, ...]) -> ResponsePart:
+        position = self.scored
+        self.scored += len(ranks)
+        return ResponsePart(position, tuple(tokens), (), logprobs, "", 0, ranks)
+
     def add_commit(self, commit: ReceivedCommit) -> ResponsePart:
         """Add a commit. Raises InternalError when it does not continue this response."""
+        if self.scoring:
+            raise InternalError("the verifier committed before it sent the prompt's log-probabilities; is it older?")
         if commit.position != self.position:
             raise InternalError(f"the verifier committed at position {commit.position}, not {self.position}")
         if len(commit.logprobs) != self._stride * len(commit.tokens):

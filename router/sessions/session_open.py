@@ -157,7 +157,7 @@ class GenerationOpener:
             turn=turn,
             token_log=TokenLog(sessions, owned, record, history.tokens, b""),
             response=response,
-            client=ClientPosition(response.start),
+            client=ClientPosition(response.scored),
             policy=params.policy,
             forked_from=history.forked_from,
             logged=history.logged,

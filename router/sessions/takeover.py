@@ -118,7 +118,8 @@ class Takeovers:
         model = self._models.get(record.model)
         if model is None:
             raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
-        if 0 < next_position < turn.answer_position:
+        scores = turn.contract.prompt_logprobs is not None and not text_offset
+        if 0 < next_position < turn.answer_position and not scores:
             begins = f"the answer begins at {turn.answer_position}, so a later generation has begun"
             raise InvalidRequest("next_position", f"is {next_position}, and {begins}")
         if next_position > record.length:
@@ -136,7 +137,9 @@ class Takeovers:
         parts = await response.replay(output, log.logprobs, self._turns, tenant)
         if now.finished:
             parts.append(response.flush())
-        next_position = max(next_position, response.start)
+        if turn.contract.prompt_logprobs is None:
+            next_position = max(next_position, response.start)
+        response.scored = min(next_position, response.start)
         response.check_reached(next_position, text_offset)
         return FoundGeneration(
             model=model,
@@ -212,6 +215,11 @@ class Takeovers:
     def _open(self, found: FoundGeneration, record: SessionRecord, token_log: TokenLog | None) -> OpenedGeneration:
         """Return the generation: to decode under `token_log`, or with None, to read."""
         stored = found.turn.deadline
+        if token_log is None and found.response.scoring:
+            raise Conflict(
+                f"next_position: is {found.client.position}, but the log-probabilities of a prompt are not kept: "
+                f"generate anew, or resume behind the prompt, from {found.response.start} on"
+            )
         return OpenedGeneration(
             model=found.model,
             record=record,

@@ -7,9 +7,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from outrider.core.session.contract import Plan
-from outrider.core.session.decoding import DecodeStart, ReceivedCommit
+from outrider.core.session.decoding import SCORED_AHEAD, DecodeStart, PromptScores, ReceivedCommit
 from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,6 +41,9 @@ class DecodeIdle:
     """The verifier is alive and has sent nothing for a while."""
 
 
+DecodeEvent: TypeAlias = ReceivedCommit | PromptScores | DecodeEnd | DecodeIdle
+
+
 class DecodeStream:
     """One session on one verifier, from `open` to `cancel` or the end."""
 
@@ -52,8 +56,10 @@ class DecodeStream:
         self._start = start
         self._began = time.monotonic()
         self._resumed = len(start.tokens) > start.answer_position  # with a response that another verifier began
-        self._acknowledged = len(start.tokens)  # the position that the verifier was sent as durable
-        self._events: deque[ReceivedCommit | DecodeEnd | DecodeIdle] = deque()  # bounded by the window
+        scores = 0 < start.scored < start.answer_position
+        # The position that the verifier was sent as durable, or up to which the prompt's log-probabilities are here.
+        self._acknowledged = start.scored if scores else len(start.tokens)
+        self._events: deque[DecodeEvent] = deque()  # bounded by the window, or by SCORED_AHEAD
         self._error: BaseException | None = None  # raised once the events have been read
         self._changed = asyncio.Event()
         self._handle = 0  # on the link; 0: not begun
@@ -71,7 +77,7 @@ class DecodeStream:
                 self._deadline = loop.call_later(self._start.timeout_s + DEADLINE_SLACK_S, self._fail, error)
         await self._wait(lambda: self.opened)
 
-    async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:
+    async def next(self) -> DecodeEvent:
         """Return the next event. Raises Unavailable when the verifier failed, Moved when it is draining,
         DeadlineExceeded at the deadline."""
         await self._wait(lambda: bool(self._events))
@@ -106,9 +112,9 @@ class DecodeStream:
             case wire.DecodeStarted():
                 self.opened, self.cached, self.resting = True, event.cached, event.resting
                 self._changed.set()
-            case wire.DecodeCommit():
+            case wire.DecodeCommit() | wire.PromptScores():
                 try:
-                    self._add(self._commit(event))
+                    self._add(self._commit(event) if isinstance(event, wire.DecodeCommit) else self._scores(event))
                 except OutriderError as error:
                     self._fail(error)
             case wire.DecodeEnded() if event.WhichOneof("how") == "reason":
@@ -121,7 +127,7 @@ class DecodeStream:
                 if self.opened and not self._events:
                     self._add(DecodeIdle())
 
-    def _add(self, event: ReceivedCommit | DecodeEnd | DecodeIdle) -> None:
+    def _add(self, event: DecodeEvent) -> None:
         if not self.opened:
             self._fail(self._failure("did not begin with DecodeStarted"))
         if self._error is None:  # nothing counts behind an error
@@ -158,6 +164,13 @@ class DecodeStream:
             return wire.commit_from_pb(commit)
         except InvalidRequest as error:
             raise self._failure(f"sent a malformed commit ({error})") from None
+
+    def _scores(self, scores: wire.PromptScores) -> PromptScores:
+        if scores.position + len(scores.ranks) > self._acknowledged + SCORED_AHEAD:
+            raise self._failure(f"sent more than {SCORED_AHEAD} log-probabilities beyond the acknowledged ones")
+        if scores.epoch != self._start.epoch:
+            raise self._failure(f"sent log-probabilities under epoch {scores.epoch}, not {self._start.epoch}")
+        return wire.scores_from_pb(scores)
 
     def _translated(self, error: OutriderError) -> OutriderError:
         if isinstance(error, Moved):

@@ -27,9 +27,11 @@ _DECODE = "/outrider.v1.Verifier/Decode"
 
 log = logging.getLogger(__name__)
 
-# What comes for a generation: its start, its commits and its end, the failure of the stream, and None when the verifier
-# is alive. Nothing follows an end or a failure.
-LinkEvent: TypeAlias = wire.DecodeStarted | wire.DecodeCommit | wire.DecodeEnded | OutriderError | None
+# What comes for a generation: its start, its prompt's log-probabilities, its commits and its end, the failure of the
+# stream, and None when the verifier is alive. Nothing follows an end or a failure.
+LinkEvent: TypeAlias = (
+    wire.DecodeStarted | wire.PromptScores | wire.DecodeCommit | wire.DecodeEnded | OutriderError | None
+)
 Receive: TypeAlias = Callable[[LinkEvent], None]  # must not wait
 
 
@@ -114,7 +116,7 @@ class VerifierLink:
     async def _read(self) -> None:
         idle_from = time.monotonic()
         async for response in self._responses:
-            for message in itertools.chain(response.started, response.commits):
+            for message in itertools.chain(response.started, response.scores, response.commits):
                 if (receive := self._generations.get(message.handle)) is not None:
                     receive(message)
             for ended in response.ended:

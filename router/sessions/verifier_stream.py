@@ -99,4 +99,5 @@ def _decode_start(
         window=config.window,
         lease_s=config.lease_s,
         timeout_s=None if math.isinf(opened.left_s) else max(0.0, opened.left_s),
+        scored=0 if contract.prompt_logprobs is None else max(1, opened.response.scored),
     )

@@ -26,6 +26,7 @@ LEAST_SHARE = 4
 GRAMMARS_S = 0.01  # seconds that a step waits for grammars' processes
 SLOWER = 2.0  # times as long as without it may a step be for another tenant's prompt
 LEAST_CHUNK = 16  # tokens that a step reads in any case
+SCORED_LOGITS = 2**23  # of a step, from which log-probabilities of prompts are computed; a row of a session in any case
 
 
 class PrefillOrder:
@@ -184,12 +185,16 @@ class StepChoice:
     def base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
         """Return the roots of all sessions that decode, and a chunk of the prompts that others have to read first."""
         works, chunk = [], chunk_beside_others(ready, self._prefill_chunk, self._learning.cost)
+        logits = SCORED_LOGITS
         for session in ready:
             pending = session.unread
-            taken = pending if pending == 1 else min(pending, chunk)
+            taken = pending if pending == 1 else min(session.readable(max(1, logits // session.vocabulary)), chunk)
             chunk -= taken if pending > 1 else 0
             if taken:
-                works.append(SessionWork(session, session.cached, session.cached + taken))
+                end = session.cached + taken
+                scored = max(0, end + 1 - session.scored) if session.scoring else 0
+                logits -= scored * session.vocabulary
+                works.append(SessionWork(session, session.cached, end, scored=scored))
         return works
 
     def _begun_step(self) -> StepBatch | None:

@@ -39,6 +39,11 @@ def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
     return packed(float(logits[token]), best, scores, total, alternatives)
 
 
+def rank(logits: NDArray[np.float32], token: int) -> int:
+    """Return how many tokens of a row of logits [vocabulary] are likelier than `token`, plus one."""
+    return int(np.count_nonzero(logits > logits[token])) + 1
+
+
 def packed(logit: float, best: NDArray[np.int64], scores: FloatRow, total: float, alternatives: int) -> bytes:
     """Return the entry of a token with this logit. `best`, `scores`: the likeliest tokens and their logits.
 

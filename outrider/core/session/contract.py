@@ -124,6 +124,7 @@ class Contract:
     grammar: Grammar | None = None  # what the answer has to be; None: anything
     adapter: Adapter | None = None  # the target's adapter for this session; None: the model as it is
     logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
+    prompt_logprobs: int | None = None  # alternatives beside each token of the prompt; None: none at all
 
     def __post_init__(self) -> None:
         biased = dict(self.logit_bias)
@@ -154,6 +155,7 @@ class Contract:
             ("typical_epsilon", 0.0 <= self.typical_epsilon <= 1.0, "a number from 0 to 1"),
             ("typical_delta", 0.0 <= self.typical_delta <= 1.0, "a number from 0 to 1"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
         )
         for field, holds, allowed in checks:
             if not holds:

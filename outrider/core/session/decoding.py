@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from outrider.core.control.drafters.contributions import DrafterContribution
 from outrider.core.session.contract import Contract, Plan, StepReport
 
+SCORED_AHEAD = 1024  # positions of a prompt whose log-probabilities are sent beyond the acknowledged one
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeStart:
@@ -25,6 +27,7 @@ class DecodeStart:
     window: int
     lease_s: float
     timeout_s: float | None  # until the deadline; None: no deadline
+    scored: int = 0  # first position whose log-probabilities are still wanted, where the contract wants the prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,12 @@ class ReceivedCommit:
     digest: int  # over the session with these tokens
     report: StepReport
     contributions: tuple[DrafterContribution, ...] = ()  # one for each drafter, where there are several
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of some tokens of a prompt that follow one another."""
+
+    position: int  # of the first of them
+    logprobs: bytes  # as in outrider.core.sampling.logprobs
+    ranks: tuple[int, ...]  # one for each token; 1: the likeliest one

@@ -81,8 +81,8 @@ class KvSlots:
             found.update((key, None) for length, key in zip(LENGTHS, held.keys, strict=False) if length <= rows)
         return [*found][:MAX_KEYS]
 
-    def acquire(self, tokens: Sequence[int], scope: str, session: str = "") -> AcquiredSlot:
-        """Return a slot for a session over `tokens`, with as much of their KV as slots hold.
+    def acquire(self, tokens: Sequence[int], scope: str, session: str = "", most: int | None = None) -> AcquiredSlot:
+        """Return a slot for a session over `tokens`, with as much of their KV as slots hold, at most of `most` tokens.
 
         The KV of the last token never counts. Where another slot is free, a slot that holds much more than the shared
         prefix is only copied from, and so is a slot that another session has. The session's own last slot is acquired
@@ -92,7 +92,7 @@ class KvSlots:
         if not self._free:
             raise Overloaded(f"all {self._count} slots are in use; retry later")
         wanted = np.asarray(tokens[:-1], np.int64)
-        acquired = self._find(wanted, scope, session)
+        acquired = self._find(wanted[:most], scope, session)
         self._acquired[acquired.slot] = _KeptSlot(wanted, scope, session)
         self._computed[acquired.slot] = acquired.cached
         return acquired
