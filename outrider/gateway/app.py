@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version as version_of
 from typing import Annotated
@@ -93,17 +93,20 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
         await bounds.reserve(answers_of(request), terms, sum(map(len, groups)), client)
         return terms, groups
 
-    async def answered(kind: type[GenerationForm], form: ResponseForm, request: Request) -> Response:
+    async def answered(
+        kind: type[GenerationForm], form: Callable[[ResponseTerms], ResponseForm], request: Request
+    ) -> Response:
         terms, groups = await begun(kind, request)
-        return await unless_gone(request, answer(terms, groups, form, answers_of(request), config.keep_alive_s))
+        answering = answer(terms, groups, form(terms), answers_of(request), config.keep_alive_s)
+        return await unless_gone(request, answering)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
-        return await answered(Completion, CompletionForm(), request)
+        return await answered(Completion, CompletionForm, request)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
-        return await answered(Chat, ChatForm(), request)
+        return await answered(Chat, ChatForm, request)
 
     @app.api_route("/v1/models", methods=READING)
     async def models(request: Request) -> Json:

@@ -14,7 +14,7 @@ from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
 from outrider.gateway.multiplex import WAITING, ReceivedPart
 from outrider.gateway.schema import ResponseTerms
-from outrider.gateway.serialize import Json, ResponseForm, StreamedText
+from outrider.gateway.serialize import Json, PromptText, ResponseForm, StreamedText
 
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore and proxies count as life
 
@@ -52,6 +52,7 @@ async def server_sent_events(
     characters = [0] * choices  # sent so far, of each choice
     ended: dict[int, Generation] = {}
     prompts, tokens = dict[int, int](), [0] * choices  # of each prompt, and of each choice so far
+    prompt_texts = [PromptText() for _ in range(choices)]  # of those that are echoed
 
     def event(choice: Json) -> str:
         usage: Json = {"usage": None} if asked.include_usage else {}  # as OpenAI sends it in all events but the last
@@ -65,15 +66,16 @@ async def server_sent_events(
             index = part.index
             if part is WAITING:
                 yield KEEP_ALIVE
-            if part.chunk is not None:
-                tokens[index] += len(part.chunk.token_ids)
-                prompts.setdefault(index // asked.n, part.chunk.next_position - tokens[index])
-            if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
-                entries = part.chunk.logprobs if asked.alternatives is not None else None
-                text = StreamedText(index, part.chunk.text, entries, characters[index], part.reader)
-                for piece in form.parts(text):
+            chunk = part.chunk
+            if chunk is not None and not chunk.prompt_logprobs:
+                tokens[index] += len(chunk.token_ids)
+                prompts.setdefault(index // asked.n, chunk.next_position - tokens[index])
+            if chunk is not None and (chunk.text or chunk.logprobs or chunk.prompt_logprobs):
+                text = chunk.text + prompt_texts[index].add(chunk.prompt_logprobs)
+                entries = (chunk.prompt_logprobs or chunk.logprobs) if asked.alternatives is not None else None
+                for piece in form.parts(StreamedText(index, text, entries, characters[index], part.reader)):
                     yield event(piece)
-                characters[index] += len(part.chunk.text)
+                characters[index] += len(text)
             if part.ended is not None:
                 ended[index] = part.ended
                 for piece in form.last(index, serialize.reason(part.ended)):

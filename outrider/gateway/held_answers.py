@@ -49,7 +49,7 @@ class HeldAnswers:
 
     def add(self, chunk: Chunk) -> None:
         """Count what is kept of a chunk, as far as it was not reserved. Raises Overloaded."""
-        text, rows = chunk.text, chunk.logprobs.rows
+        text, rows = chunk.text, chunk.logprobs.rows + chunk.prompt_logprobs.rows
         self._held += len(text) * (1 if text.isascii() else WIDE_BYTES)
         self._held += sum(map(len, rows)) + OVERHEAD_BYTES * len(rows)
         if (more := self._held - self._counted) > 0:
@@ -82,6 +82,11 @@ class HeldAnswersLimit:
             held.release()
 
 
+def _row_bytes(alternatives: int | None) -> int:
+    """Return the bytes of a token with its log-probabilities, 0 without any."""
+    return 0 if alternatives is None else ROW_BYTES + ALTERNATIVE_BYTES * alternatives
+
+
 class AnswerBounds:
     """Computes what answers may hold. Asks the router for the contexts of its models, once in `CONTEXTS_S`."""
 
@@ -91,28 +96,34 @@ class AnswerBounds:
         self._until = 0.0
 
     async def reserve(self, held: HeldAnswers, terms: ResponseTerms, answers: int, client: AsyncClient) -> None:
-        """Count what the log-probabilities of a request's `answers` may hold.
+        """Count what the log-probabilities of a request's `answers` and their prompts may hold.
 
         Raises InvalidRequest for what no tenant may hold, Overloaded if there is no room now, and the router's errors.
         """
-        if terms.alternatives is None:
+        each, each_of_prompt = _row_bytes(terms.alternatives), _row_bytes(terms.prompt_alternatives)
+        if not each and not each_of_prompt:
             return
-        each = ROW_BYTES + ALTERNATIVE_BYTES * terms.alternatives
-        tokens = terms.token_limit
+        tokens, limits = terms.token_limit, terms.prompt_limits
         if terms.stream:
-            most = AHEAD_BYTES if tokens is None else min(AHEAD_BYTES, each * tokens)
-            held.reserve(answers * most)
+            short = not each_of_prompt and tokens is not None
+            held.reserve(answers * min(AHEAD_BYTES, each * (tokens or 0)) if short else answers * AHEAD_BYTES)
             return
-        if tokens is None or answers * tokens * each > held.most:
+        known = answers * each * (tokens or 0) + terms.n * each_of_prompt * sum(limit or 0 for limit in limits)
+        if (each and tokens is None) or (each_of_prompt and None in limits) or known > held.most:
             context = await self._context(terms.model, client)
             tokens = context if tokens is None else min(tokens, context)
-        if answers * tokens * each > held.most:
+            limits = [context if limit is None else min(limit, context) for limit in limits]
+        of_prompts = terms.n * each_of_prompt * sum(limit or 0 for limit in limits)
+        size = answers * each * (tokens or 0)
+        if of_prompts > held.most:
+            raise InvalidRequest("prompt", "has too many tokens with log-probabilities; send it in several requests")
+        if of_prompts + size > held.most:
             raise InvalidRequest(
                 "max_tokens",
-                f"must be at most {held.most // (answers * each)} for {answers} answers with {terms.alternatives} "
-                "log-probabilities for each token, which are not streamed",
+                f"must be at most {(held.most - of_prompts) // (answers * each)} for {answers} answers with "
+                f"{terms.alternatives} log-probabilities for each token, which are not streamed",
             )
-        held.reserve(answers * tokens * each)
+        held.reserve(of_prompts + size)
 
     async def _context(self, model: str, client: AsyncClient) -> int:
         """Return the context of a model, or the longest one if it is not known."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from outrider.client import AsyncClient, AsyncStream, Chunk, Generation, Options
+from outrider.client import AsyncClient, AsyncStream, Chunk, FinishReason, Generation, LogprobRows, Options
 from outrider.core.answers.answer_reader import AnswerReader
 from outrider.errors import InvalidRequest
 
@@ -53,11 +53,15 @@ WAITING = ReceivedPart(-1)  # no part has come for a while
 
 
 async def merged(
-    groups: Sequence[Sequence[AsyncStream]], pauses: tuple[float | None, float | None] = (None, None)
+    groups: Sequence[Sequence[AsyncStream]],
+    pauses: tuple[float | None, float | None] = (None, None),
+    *,
+    answers: bool = True,
 ) -> AsyncGenerator[ReceivedPart, None]:
     """Yield the parts of all streams until all streams have ended, and WAITING whenever none has come for a while.
 
-    `pauses`: seconds of that while, before the first part and later; None: WAITING is not yielded.
+    `pauses`: seconds of that while, before the first part and later; None: WAITING is not yielded. `answers`: whether
+    the answers are wanted, and not their prompts alone.
 
     The further choices of a prompt begin when its first choice has its first chunk, so that the prompt is read once.
     When a stream fails or the iteration is left, all streams are cancelled on the server.
@@ -82,11 +86,23 @@ async def merged(
             if isinstance(part, BaseException):
                 raise part
             left -= part.ended is not None
-            yield part
+            yield part if answers else _without_answer(part)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _without_answer(part: ReceivedPart) -> ReceivedPart:
+    """Return a part of an answer of a single token without that token."""
+    chunk, ended = part.chunk, part.ended
+    if chunk is not None:
+        begins = chunk.next_position - len(chunk.token_ids)
+        chunk = replace(chunk, text="", token_ids=(), gaps=(), logprobs=LogprobRows(), next_position=begins)
+    if ended is not None:
+        usage = replace(ended.usage, completion_tokens=0)
+        ended = replace(ended, finish_reason=FinishReason.LENGTH, usage=usage)
+    return replace(part, chunk=chunk, ended=ended)
 
 
 async def _follow(
@@ -102,7 +118,8 @@ async def _follow(
             await prompt_read.wait()
         async with stream:
             async for chunk in stream:
-                prompt_read.set()
+                if not chunk.prompt_logprobs:
+                    prompt_read.set()
                 await queue.put(ReceivedPart(index, chunk, reader=stream.reader))
         prompt_read.set()
         await queue.put(ReceivedPart(index, ended=stream.result))

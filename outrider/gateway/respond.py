@@ -23,7 +23,7 @@ from outrider.gateway.event_stream import EventStream, server_sent_events
 from outrider.gateway.held_answers import HeldAnswers
 from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import ResponseTerms
-from outrider.gateway.serialize import Json, ResponseForm
+from outrider.gateway.serialize import Json, PromptText, ResponseForm
 
 NOT_ENFORCED = "outrider-not-enforced"  # header: what the answer may break of the request's schemas
 MOST_SHOWN, MOST_CHARACTERS = 16, 1024  # of it
@@ -48,7 +48,7 @@ async def answer(
     """
     count = sum(map(len, groups))
     head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": asked.model, "created": int(time.time())}
-    parts = merged(groups, (HEADERS_S, keep_alive_s) if asked.stream else (None, None))
+    parts = merged(groups, (HEADERS_S, keep_alive_s) if asked.stream else (None, None), answers=asked.token_limit != 0)
     if asked.stream:
         try:
             first = await anext(parts)
@@ -59,21 +59,31 @@ async def answer(
         return EventStream(events, parts, _headers(asked))
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
+    prompts, prompt_texts = [list[bytes]() for _ in range(count)], [PromptText() for _ in range(count)]
     async with aclosing(parts):
         async for part in parts:
             if part.chunk is not None:
                 held.add(part.chunk)
+                prompts[part.index].extend(part.chunk.prompt_logprobs.rows)
+                if asked.echo:
+                    texts[part.index].write(prompt_texts[part.index].add(part.chunk.prompt_logprobs))
                 texts[part.index].write(part.chunk.text)
                 rows[part.index].extend(part.chunk.logprobs.rows)
             if part.ended is not None:
                 ended[part.index] = part.ended
     generations = [
-        replace(ended[index], text=texts[index].getvalue(), logprobs=LogprobRows(rows[index])) for index in range(count)
+        replace(
+            ended[index],
+            text=texts[index].getvalue(),
+            logprobs=LogprobRows(rows[index]),
+            prompt_logprobs=LogprobRows(prompts[index]),
+        )
+        for index in range(count)
     ]
     choices = (form.complete(index, generation) for index, generation in enumerate(generations))
     usage = serialize.cost(generations, asked.n)
     metrics = serialize.speculation(generations)
-    content = serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics)
+    content = serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics, **form.whole(generations))
     return StreamingResponse(body_pieces(content), media_type="application/json", headers=_headers(asked))
 
 

@@ -163,6 +163,10 @@ class ResponseTerms(NamedTuple):
     token_limit: int | None  # as `GenerationForm.token_limit`
     names: Mapping[str, str]  # the request's fields, by the SDK's names for them
     not_enforced: Sequence[str] = ()  # what an answer may break of the request's schemas: JSON pointers
+    echo: bool = False  # answers begin with their prompts
+    prompt_logprobs: int | None = None  # as `GenerationForm.prompt_logprobs`
+    prompt_alternatives: int | None = None  # as `GenerationForm.prompt_alternatives`
+    prompt_limits: Sequence[int | None] = ()  # most tokens of each prompt; None: as many as fit into the context
 
 
 class GenerationForm(RequestBody):
@@ -208,7 +212,8 @@ class GenerationForm(RequestBody):
     detokenize: Unserved = only(True)
     return_token_ids: Unserved = only(False)
     return_tokens_as_token_ids: Unserved = only(False)
-    prompt_logprobs: Unserved = None
+    # of every token of the prompt, up to 20 and not streamed, as vLLM has them
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     truncate_prompt_tokens: Unserved = None
     allowed_token_ids: Unserved = None
     bad_words: Unserved = only([])
@@ -244,6 +249,9 @@ class GenerationForm(RequestBody):
             self.token_limit,
             self.names,
             [pointer for schema in self.schemas for pointer in _ignored(schema)],
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_alternatives=self.prompt_alternatives,
+            prompt_limits=[_most_tokens(prompt) for prompt in self.prompts],
         )
 
     @property
@@ -255,6 +263,11 @@ class GenerationForm(RequestBody):
     def alternatives(self) -> int | None:
         """Number of likeliest tokens whose log-probabilities are wanted; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """Number of likeliest tokens whose log-probabilities are computed for each token of the prompt; None: none."""
+        return self.prompt_logprobs
 
     @cached_property
     def forms(self) -> list[AnswerForm]:
@@ -305,6 +318,8 @@ class GenerationForm(RequestBody):
     def _stream_options_need_a_stream(self) -> GenerationForm:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for streams; set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: are not streamed; set stream to false")
         return self
 
     def options(self) -> Options:
@@ -327,11 +342,17 @@ class GenerationForm(RequestBody):
             "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
             "logprobs": self.alternatives,
+            "prompt_logprobs": self.prompt_alternatives,
             **{form.option: form.value for form in self.forms},
         }
         given = {name: value for name, value in options.items() if value is not None}
         own = {name: value for name, value in self.outrider.model_dump().items() if value is not None}
         return {**given, **own, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+
+
+def _most_tokens(prompt: Prompt) -> int | None:
+    """Return the most tokens that a prompt may have, special ones excepted; None: it is not known."""
+    return None if prompt is None else len(prompt.encode(errors="replace")) if isinstance(prompt, str) else len(prompt)
 
 
 def _ignored(schema: Any) -> list[str]:
@@ -358,9 +379,10 @@ class Completion(GenerationForm):
     """The body of /v1/completions."""
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]  # text, token ids, or several; at most 128 answers in all
-    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=-1)  # of completions 16 if left out; -1: as many as fit
+    # of completions 16 if left out; -1: as many as fit; 0: none, for `echo` or `prompt_logprobs`
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=-1)
     logprobs: int | None = Field(default=None, ge=0, le=20)  # of completions up to 20
-    echo: Unserved = only(False)
+    echo: bool = False  # the text begins with the prompt's, and `logprobs` with those of its tokens
     suffix: Unserved = only("")
     add_special_tokens: Unserved = only(True)
     best_of: int | None = None  # must be `n`: answers are not ranked
@@ -379,11 +401,18 @@ class Completion(GenerationForm):
     def alternatives(self) -> int | None:
         return self.logprobs
 
-    @model_validator(mode="after")
-    def _has_an_answer(self) -> Completion:
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens: is 0, must be at least 1: a prompt alone is not scored here")
-        return self
+    @property
+    def prompt_alternatives(self) -> int | None:
+        wanted = self.prompt_logprobs
+        return max(self.logprobs or 0, wanted or 0) if self.echo else wanted
+
+    @property
+    def terms(self) -> ResponseTerms:
+        return super().terms._replace(echo=self.echo)
+
+    def options(self) -> Options:
+        """Return the SDK's keywords for this request; without an answer, for one of a single token."""
+        return {**super().options(), "max_tokens": self.token_limit if self.token_limit != 0 else 1}
 
     @model_validator(mode="after")
     def _best_is_all(self) -> Completion:

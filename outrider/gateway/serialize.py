@@ -5,15 +5,17 @@ from __future__ import annotations
 import secrets
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
+from itertools import pairwise, zip_longest
+from math import isnan
 from typing import Any, Protocol
 
-from outrider.client import FinishReason, Generation, Model, ModelAdapter, TokenLogprobs
+from outrider.client import FinishReason, Generation, LogprobRows, Model, ModelAdapter, TokenLogprobs
 from outrider.core.answers.answer_reader import AnswerReader, ModelForm
 from outrider.core.answers.call_reader import REASONING, CallPiece
 from outrider.core.answers.formats import FORMATS, short_id
+from outrider.gateway.schema import ResponseTerms
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -41,6 +43,9 @@ class ResponseForm(Protocol):
     def complete(self, index: int, generation: Generation) -> Json:
         """Return a choice that has ended."""
 
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        """Return what a response has beside its choices, which have all ended."""
+
     def parts(self, piece: StreamedText) -> list[Json]:
         """Return the events of a part of a choice's text."""
 
@@ -49,17 +54,25 @@ class ResponseForm(Protocol):
 
 
 class CompletionForm:
-    """The format of /v1/completions."""
+    """The format of /v1/completions, of one request."""
 
     kind = piece = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self) -> None:
-        self._columns: defaultdict[int, _Columns] = defaultdict(_Columns)  # by choice
+    def __init__(self, asked: ResponseTerms) -> None:
+        self._asked = asked
+        alternatives = asked.alternatives or 0
+        self._columns: defaultdict[int, _Columns] = defaultdict(lambda: _Columns(alternatives))  # by choice
 
     def complete(self, index: int, generation: Generation) -> Json:
-        entries = generation.logprobs or None
-        return self._choice(index, generation.text, entries, 0, reason(generation))
+        prompt, entries = generation.prompt_logprobs, None
+        if self._asked.alternatives is not None:
+            entries = LogprobRows((*(prompt.rows if self._asked.echo else ()), *generation.logprobs.rows)) or None
+        choice = self._choice(index, generation.text, entries, 0, reason(generation))
+        return choice if self._asked.prompt_logprobs is None else choice | _prompt(prompt, self._asked.prompt_logprobs)
+
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        return {}
 
     def parts(self, piece: StreamedText) -> list[Json]:
         return [self._choice(piece.index, piece.text, piece.entries, piece.offset, None)]
@@ -81,7 +94,8 @@ class ChatForm:
     piece = "chat.completion.chunk"
     prefix = "chatcmpl-"
 
-    def __init__(self) -> None:
+    def __init__(self, asked: ResponseTerms) -> None:
+        self._asked = asked
         self._readers: dict[int, AnswerReader] = {}  # of streamed choices
         self._begun: set[int] = set()  # choices whose role was sent
 
@@ -97,6 +111,10 @@ class ChatForm:
             ]
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
+
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        wanted = self._asked.prompt_logprobs
+        return {} if wanted is None else _prompt(generations[0].prompt_logprobs, wanted)
 
     def parts(self, piece: StreamedText) -> list[Json]:
         index = piece.index
@@ -260,7 +278,8 @@ class _Columns:
     """Log-probabilities in the format of completions: one list for each field. It is for the tokens of one choice, in
     their order: a character may begin in one part of a stream and end in another."""
 
-    def __init__(self) -> None:
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, entries: Sequence[TokenLogprobs], offset: int) -> Json:
@@ -268,19 +287,53 @@ class _Columns:
 
         A token that ends within a character does not move the offset: the character begins where it did.
         """
-        characters = (len(self._decoder.decode(entry.text)) for entry in entries)
         return {
             "tokens": (_shown(entry.text) for entry in entries),
-            "token_logprobs": (entry.logprob for entry in entries),
-            "top_logprobs": (_with_chosen(entry) for entry in entries),
-            "text_offset": [*accumulate(characters, initial=offset)][: len(entries)],
+            "token_logprobs": (None if isnan(entry.logprob) else entry.logprob for entry in entries),
+            "top_logprobs": (_with_chosen(entry, self._alternatives) for entry in entries),
+            "text_offset": self._offsets(entries, offset),
         }
 
+    def _offsets(self, entries: Iterable[TokenLogprobs], offset: int) -> Iterator[int]:
+        for entry in entries:
+            yield offset
+            offset += len(self._decoder.decode(entry.text))
 
-def _with_chosen(entry: TokenLogprobs) -> dict[str, float]:
-    """Return the likeliest tokens, and the chosen one, with their log-probabilities."""
-    likeliest = {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
+
+def _with_chosen(entry: TokenLogprobs, count: int) -> dict[str, float] | None:
+    """Return the `count` likeliest tokens, and the chosen one, with their log-probabilities; None for a prompt's first
+    token, which has none."""
+    if isnan(entry.logprob):
+        return None
+    likeliest = {_shown(text): logprob for (_, logprob), text in zip(entry.top[:count], entry.top_texts, strict=False)}
     return {**likeliest, _shown(entry.text): entry.logprob}
+
+
+def _prompt(rows: Sequence[TokenLogprobs], count: int) -> Json:
+    """Return the log-probabilities of a prompt in vLLM's format: for each token an object of the token itself and the
+    `count` likeliest ones, by their ids; null for the first token."""
+    return {"prompt_logprobs": (None if isnan(entry.logprob) else _ranked(entry, count) for entry in rows)}
+
+
+def _ranked(entry: TokenLogprobs, count: int) -> Json:
+    likeliest = zip(entry.top[:count], entry.top_texts, range(1, count + 1), strict=False)
+    found = [(entry.id, entry.logprob, entry.text, entry.rank)]
+    found += [(id_, logprob, text, rank) for (id_, logprob), text, rank in likeliest]
+    return {
+        str(id_): {"logprob": logprob, "rank": rank, "decoded_token": _shown(text)}
+        for id_, logprob, text, rank in found
+    }
+
+
+class PromptText:
+    """The text of a prompt, from the bytes of its tokens. A part ends where a character does."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, rows: Sequence[TokenLogprobs]) -> str:
+        """Return the text that the next tokens complete."""
+        return self._decoder.decode(b"".join(entry.text for entry in rows))
 
 
 def _rows(entries: Sequence[TokenLogprobs]) -> Json:

@@ -10,7 +10,10 @@ import pytest
 from outrider.client import TokenLogprobs
 from outrider.core.answers.answer_reader import AnswerReader, AnswerTerms, ModelForm
 from outrider.gateway import serialize
+from outrider.gateway.schema import Completion
 from outrider.gateway.serialize import ChatForm, CompletionForm, StreamedText
+
+ASKED = Completion(model="m", prompt="x", logprobs=1).terms
 
 
 def used(prompt: int, cached: int, completion: int, accepted: int) -> Any:
@@ -63,7 +66,7 @@ NAMED = "[TOOL_CALLS]time[CALL_ID]abcdefgh1[ARGS]{}"
 def streamed(form: str, text: str, reason: str) -> tuple[str, list[Any], str]:
     """The content, the calls and the reason of a streamed choice."""
     made = AnswerReader(ModelForm(form), AnswerTerms(("time",)))
-    chat = ChatForm()
+    chat = ChatForm(ASKED)
     choices = [*chat.parts(StreamedText(0, text, None, 0, lambda: made)), *chat.last(0, reason)]
     deltas = [choice["delta"] for choice in choices]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -106,7 +109,7 @@ TOKENS = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b\xc3", b"\xa9", b"c"]  # a, an
 @pytest.mark.parametrize("pieces", [(7,), (1, 6), (2, 1, 4), (3, 4), (5, 2), (1,) * 7])
 def test_offsets_of_tokens_are_those_in_the_text_however_a_stream_is_divided(pieces: tuple[int, ...]) -> None:
     entries = [TokenLogprobs(-1.0, ((1, -0.5),), text, (b"x",)) for text in TOKENS]
-    form, sent, found, first = CompletionForm(), "", list[int](), 0
+    form, sent, found, first = CompletionForm(ASKED), "", list[int](), 0
     for count in pieces:
         whole = b"".join(TOKENS[: first + count]).decode(errors="ignore")
         part = StreamedText(0, whole[len(sent) :], entries[first : first + count], len(sent), AnswerReader)
@@ -118,7 +121,7 @@ def test_offsets_of_tokens_are_those_in_the_text_however_a_stream_is_divided(pie
 
 
 def test_the_chosen_token_is_among_the_likeliest_ones() -> None:
-    (choice,) = CompletionForm().parts(
+    (choice,) = CompletionForm(ASKED).parts(
         StreamedText(0, "a", [TokenLogprobs(-3.0, ((1, -0.5),), b"a", (b"x",))], 0, AnswerReader)
     )
     assert [*choice["logprobs"]["top_logprobs"]] == [{"x": -0.5, "a": -3.0}]
@@ -126,6 +129,6 @@ def test_the_chosen_token_is_among_the_likeliest_ones() -> None:
 
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_a_choice_without_text_has_its_role(pieces: int) -> None:
-    chat, piece = ChatForm(), StreamedText(0, "", None, 0, AnswerReader)
+    chat, piece = ChatForm(ASKED), StreamedText(0, "", None, 0, AnswerReader)
     events = [*(event for _ in range(pieces) for event in chat.parts(piece)), *chat.last(0, "stop")]
     assert [event["delta"] for event in events] == [{"role": "assistant", "content": ""}, {}]
