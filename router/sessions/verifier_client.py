@@ -156,7 +156,8 @@ class DecodeStream:
         log.info("session %s goes on at %s: %d tokens read again, %.3f s", self._start.session_id, where, reread, took)
 
     def _commit(self, commit: wire.DecodeCommit) -> ReceivedCommit:
-        if commit.position + len(commit.tokens) > self._acknowledged + self._start.window:
+        durable = max(self._acknowledged, self._start.answer_position)
+        if commit.position + len(commit.tokens) > durable + self._start.window:
             raise self._failure(f"committed more than {self._start.window} tokens beyond the durable ones")
         if commit.epoch != self._start.epoch:
             raise self._failure(f"committed under epoch {commit.epoch}, not {self._start.epoch}")

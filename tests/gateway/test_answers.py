@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from outrider.client import Chunk, LogprobRows, Model, TokenLogprobs
-from outrider.errors import Overloaded
+from outrider.errors import InvalidRequest, Overloaded
 from outrider.gateway import held_answers
 from outrider.gateway.answer_body import PIECE_CHARACTERS, body_pieces, json_pieces
 from outrider.gateway.held_answers import AHEAD_BYTES, AnswerBounds, HeldAnswers
@@ -167,6 +167,32 @@ async def test_the_context_length_is_fetched_once_and_only_when_needed(monkeypat
     assert total.held == 4 * AHEAD_BYTES
     held.release()
     assert total.held == 0
+
+
+async def test_the_tokens_of_prompts_with_log_probabilities_count_with_the_answers() -> None:
+    total = TenantShares(2**20, "bytes of answers")
+    client: Any = ScriptedModels(context=100)
+    bounds, row = AnswerBounds(timeout_s=1), held_answers.ROW_BYTES + 20 * held_answers.ALTERNATIVE_BYTES
+    scored = {"prompt_alternatives": 20, "n": 2}
+    for prompts, alternatives, rows in (
+        ([7, 5], None, 2 * 12),
+        ([7, 5], 20, 2 * 12 + 4 * 10),
+        ([None, 5], 20, 2 * 105 + 4 * 10),
+        ([2**30, 5], None, 2 * 105),
+    ):
+        held = HeldAnswers(total, "one")
+        await bounds.reserve(held, terms(alternatives=alternatives, prompt_limits=prompts, **scored), 4, client)
+        assert total.held == rows * row
+        held.release()
+    held = HeldAnswers(TenantShares(2**15, "bytes of answers"), "one")
+    with pytest.raises(InvalidRequest, match=r"prompt: .*send it in several requests"):
+        await bounds.reserve(held, terms(alternatives=None, prompt_limits=[100], **scored), 2, client)
+    with pytest.raises(InvalidRequest, match="max_tokens: must be at most 7 for 2 answers"):
+        await bounds.reserve(held, terms(prompt_limits=[10], token_limit=90, **scored), 2, client)
+    held = HeldAnswers(total, "one")
+    await bounds.reserve(held, terms(stream=True, alternatives=None, prompt_limits=[9], **scored), 2, client)
+    assert total.held == 2 * AHEAD_BYTES
+    held.release()
 
 
 def test_unreserved_bytes_count_when_they_arrive() -> None:

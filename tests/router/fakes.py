@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc.aio
 
+from outrider.core.session.decoding import SCORED_AHEAD
 from outrider.core.session.digest import extend
 from outrider.errors import Moved, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.rpc.server import serving
@@ -78,6 +79,8 @@ class FakeVerifier(VerifierServicer):
         self.open = 0
         self.silent = False  # no heartbeats
         self.moves_after: int | None = None  # tokens; then it goes down in order
+        self.scores_until: int | None = None  # position of a prompt at which it goes down instead of scoring it further
+        self.scores = True  # whether it knows prompts' log-probabilities; an older one does not
         self.dies_at_the_end = False  # before it sends the end of the generation
         self.heartbeats = 0  # heartbeats that routers sent
         self.adapters: list[str] = []  # folders of the adapters that these were read with
@@ -124,9 +127,12 @@ class FakeVerifier(VerifierServicer):
         self.starts.append(start)
         self.open += 1
         self.most = max(self.most, self.open)
-        self.durable[start.session_id] = len(start.tokens)
+        scored = start.scored if self.scores else 0
+        self.durable[start.session_id] = min(scored or len(start.tokens), len(start.tokens))
         try:
             await stream.send(started=[verifier_pb2.DecodeStarted(handle=start.handle, resting=self.resting)])
+            if start.scored and self.scores:
+                await self._score(start, stream)
             await self.run_script(start, stream)
         except OutriderError as error:
             await stream.fail(start, error)
@@ -150,6 +156,26 @@ class FakeVerifier(VerifierServicer):
                 raise NotFound(f"adapter {request.folder!r} is not here")
             digest = blake2b(request.folder.encode(), digest_size=16).digest()
             return verifier_pb2.ReadAdapterResponse(digest=digest, rank=4, parameters=100)
+
+    async def _score(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
+        """Send log-probabilities of the prompt: of each token minus its position, which is also its rank."""
+        position, end = start.scored, start.answer_position
+        while position < end:
+            await self.rest()
+            if self.scores_until is not None and position >= self.scores_until:
+                raise Moved("this verifier is going down")
+            stride = min(self.stride, end - position)
+            if position + stride > self.durable[start.session_id] + SCORED_AHEAD:
+                await asyncio.sleep(0.001)
+                continue
+            ranks = range(position, position + stride)
+            rest = bytes(8 * start.contract.prompt_logprobs)
+            logprobs = b"".join(struct.pack("<f", -rank) + rest for rank in ranks)
+            scores = verifier_pb2.PromptScores(
+                handle=start.handle, epoch=start.epoch, position=position, logprobs=logprobs, ranks=ranks
+            )
+            await stream.send(scores=[scores])
+            position += stride
 
     async def run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         committed, stopped = len(start.tokens) - start.answer_position, False

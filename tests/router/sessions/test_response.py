@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from outrider.core.sampling.logprobs import stride
 from outrider.core.session.contract import Contract, StepReport
-from outrider.core.session.decoding import ReceivedCommit
+from outrider.core.session.decoding import PromptScores, ReceivedCommit
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import InternalError
 from outrider.limits.fair_turns import LoopTurns
@@ -100,3 +100,48 @@ async def test_long_answers_are_replayed_in_small_parts_and_in_turns() -> None:
     await asyncio.gather(*(_answer().replay(tokens, b"", turns, tenant) for tenant in ("one", "two")))
     assert len(order) == 2 * len(ANSWER)
     assert max(len([*run]) for _, run in itertools.groupby(order[: len(ANSWER)])) <= 2
+
+
+def _scored() -> Response:
+    text = AnswerText(Detokenizer(TOKENIZER, PROMPT), ())
+    return Response(PROMPT, Contract(seed=1, max_tokens=9, prompt_logprobs=1), text, UsageStats())
+
+
+def test_a_prompts_log_probabilities_come_in_small_parts_before_the_answer() -> None:
+    prompt = tuple(range(1, 200))
+    answer = Response(
+        prompt,
+        Contract(seed=1, max_tokens=9, prompt_logprobs=1),
+        AnswerText(Detokenizer(TOKENIZER, PROMPT), ()),
+        UsageStats(),
+    )
+    first = answer.first_token(prompt)
+    assert (first.position, first.tokens, first.ranks, len(first.logprobs)) == (0, (1,), (0,), stride(1))
+    rows = [bytes([index]) * stride(1) for index in range(1, 199)]
+    parts = answer.add_scores(PromptScores(1, b"".join(rows), tuple(range(1, 199))), prompt)
+    assert max(len(part.tokens) for part in parts) == REPLAY_TOKENS
+    assert tuple(token for part in parts for token in part.tokens) == prompt[1:]
+    assert b"".join(part.logprobs for part in parts) == b"".join(rows)
+    assert [part.position for part in parts] == [*range(1, 199, REPLAY_TOKENS)]
+    assert not answer.scoring
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        PromptScores(2, bytes(stride(1)), (1,)),
+        PromptScores(1, bytes(stride(1) - 1), (1,)),
+        PromptScores(1, bytes(stride(0)), (1,)),
+        PromptScores(1, bytes(stride(1) * len(PROMPT)), (1,) * len(PROMPT)),
+    ],
+)
+def test_log_probabilities_that_do_not_continue_the_prompts_are_refused(scores: PromptScores) -> None:
+    answer = _scored()
+    answer.first_token(PROMPT)
+    with pytest.raises(InternalError, match="of the prompt"):
+        answer.add_scores(scores, PROMPT)
+
+
+def test_a_commit_before_the_prompts_log_probabilities_is_refused() -> None:
+    with pytest.raises(InternalError, match="before it sent the prompt's log-probabilities"):
+        _scored().add_commit(_commit())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -123,3 +125,25 @@ async def test_an_idle_stream_reports_that_its_verifier_is_alive_once() -> None:
     stream.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        ({"position": 1, "ranks": [1] * 1025, "epoch": 1}, "more than 1024 log-probabilities beyond the acknowledged"),
+        ({"position": 1, "ranks": [1], "epoch": 2}, "under epoch 2, not 1"),
+    ],
+)
+async def test_log_probabilities_that_nobody_asked_for_end_the_stream(scores: dict[str, Any], why: str) -> None:
+    worker = Worker("verifier-1", "verifier", "nowhere", "target", b"digest", 4096, 64, 1, 0, 0)
+    asked = replace(start("a"), tokens=(1,) * 2000, answer_position=2000, scored=1)
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        link = VerifierLink(worker, channel, lease_s=10.0)
+        stream = DecodeStream(worker, link, asked)
+        stream.receive(verifier_pb2.DecodeStarted())
+        stream.receive(verifier_pb2.PromptScores(position=1, ranks=[1] * 1024, epoch=1))
+        await stream.next()
+        stream.receive(verifier_pb2.PromptScores(**scores))
+        with pytest.raises(Unavailable, match=why):
+            await stream.next()
+        await link.close()
