@@ -13,7 +13,7 @@ from outrider.core.acceptance import VERIFY, ChildSampling, SeededRandom, Walk
 from outrider.core.proposers.lookahead import NO_ROWS, WindowRows
 from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.grammar import GrammarDelayed
-from outrider.core.sampling.logprobs import pack, rank
+from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import SHARED_NOISE, StepReport
@@ -162,12 +162,8 @@ def prompt_scores(work: SessionWork, logits: Logits, first: int) -> PromptScores
     session, position = work.session, work.end + 1 - work.scored
     alternatives = session.contract.prompt_logprobs
     assert alternatives is not None  # else no row is scored
-    entries, ranks = bytearray(), []
-    for row, token in enumerate(session.tokens[position : work.end + 1], first):
-        values = logits.row(row)[: session.unpadded_vocabulary]
-        entries += pack(values, token, alternatives)
-        ranks.append(rank(values, token))
-    return PromptScores(position, bytes(entries), tuple(ranks))
+    tokens = session.tokens[position : work.end + 1]
+    return PromptScores(position, *logits.score(range(first, first + work.scored), tokens, alternatives))
 
 
 def until_stop(choices: Sequence[Choice], stop_ids: Collection[int]) -> Sequence[Choice]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.sampling.logprobs import ScoredTokens, score
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
@@ -110,3 +111,6 @@ class _ScriptedLogits:
         begin = int(token) % (len(self._others) - self._best - 1)
         others = self._others[begin : begin + self._best]
         return BestTokens(np.concatenate([[token], others[others != token]])[: self._best], self._scores)
+
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        return score(map(self.row, rows), tokens, alternatives)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.core.control.cost.budget import CostModel
+from outrider.core.sampling.logprobs import ScoredTokens
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import OFF, Contract
@@ -47,6 +48,9 @@ class ClockLogits:
         return Choice(7 + index % 50, 1.0, b"")
 
     best = row
+
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        raise NotImplementedError
 
 
 class Clock(Engine):

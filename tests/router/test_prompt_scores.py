@@ -27,7 +27,7 @@ def asked(**sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(**sampling))
 
 
-def check(chunks: list[pb.Chunk], first: int = 0) -> None:
+def check(chunks: list[pb.Chunk], first: int = 0, answer: int = 4) -> None:
     """All of the prompt's tokens from a position on, then the answer."""
     scored = [chunk for chunk in chunks if chunk.prompt_logprobs]
     assert chunks[: len(scored)] == scored
@@ -38,7 +38,8 @@ def check(chunks: list[pb.Chunk], first: int = 0) -> None:
     assert all(len(entry.top_ids) == (2 if entry.rank else 0) for entry in entries)
     for entry in entries:
         assert entry.logprob == -entry.rank if entry.rank else math.isnan(entry.logprob)
-    assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT[:4]
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    assert tokens == [SCRIPT[index % len(SCRIPT)] for index in range(answer)]
 
 
 async def test_they_come_before_the_answer_and_are_acknowledged_as_the_client_takes_them(redis_url: str) -> None:
@@ -84,6 +85,20 @@ async def test_a_client_that_comes_back_within_the_prompt_gets_the_rest_of_it(re
         _, chunks, _ = await collect(rig.stub.Resume(resumed))
         check(chunks, position)
         assert verifier.starts[-1].scored == position
+
+
+async def test_what_is_durable_of_an_answer_comes_behind_the_rest_of_its_prompt(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, stride=50, pace_s=0.02)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(asked(max_tokens=400))
+        session = (await call.read()).started.session_id
+        while not (await call.read()).chunk.token_ids:
+            pass
+        resumed = pb.ResumeRequest(session_id=session, next_position=2001)
+        _, chunks, finished = await collect(rig.stub.Resume(resumed))
+        check(chunks, 2001, 400)
+        assert len(verifier.starts[-1].tokens) > len(PROMPT)
+        assert finished.usage.completion_tokens == 400
 
 
 async def test_an_answer_that_has_ended_is_resumed_behind_its_prompt_alone(redis_url: str) -> None:

@@ -6,6 +6,7 @@ its log-probability (float32), most likely first. All are the raw model's: at te
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,13 @@ class LogprobEntry(NamedTuple):
     top_logprobs: list[float]  # their log-probabilities
 
 
+class ScoredTokens(NamedTuple):
+    """Log-probabilities of given tokens."""
+
+    logprobs: bytes  # an entry for each
+    ranks: tuple[int, ...]  # of each among all tokens; 1: the likeliest one
+
+
 def stride(alternatives: int) -> int:
     """Return the size of one token's entry in bytes."""
     return 4 + 8 * alternatives
@@ -39,9 +47,13 @@ def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
     return packed(float(logits[token]), best, scores, total, alternatives)
 
 
-def rank(logits: NDArray[np.float32], token: int) -> int:
-    """Return how many tokens of a row of logits [vocabulary] are likelier than `token`, plus one."""
-    return int(np.count_nonzero(logits > logits[token])) + 1
+def score(rows: Iterable[NDArray[np.float32]], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+    """Return the entries of tokens, one after each row of logits [vocabulary], and their ranks."""
+    entries, ranks = bytearray(), []
+    for row, token in zip(rows, tokens, strict=True):
+        entries += pack(row, token, alternatives)
+        ranks.append(int(np.count_nonzero(row > row[token])) + 1)
+    return ScoredTokens(bytes(entries), tuple(ranks))
 
 
 def packed(logit: float, best: NDArray[np.int64], scores: FloatRow, total: float, alternatives: int) -> bytes:

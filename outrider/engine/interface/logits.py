@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.sampling.logprobs import ScoredTokens, score
 from outrider.core.sampling.sampler import Choice
 
 
@@ -24,6 +26,9 @@ class Logits(Protocol):
 
     def best(self, index: int) -> BestTokens | None:
         """Return the leading tokens after that row, as many as `Engine.sample` was called for; None as for `choice`."""
+
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        """Return the log-probabilities of given tokens, one after each of some rows."""
 
 
 class BestTokens(NamedTuple):
@@ -73,3 +78,6 @@ class HostLogits:
 
     def best(self, index: int) -> BestTokens | None:
         return None
+
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        return score(map(self.row, rows), tokens, alternatives)

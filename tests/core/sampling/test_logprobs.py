@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outrider.core.sampling.logprobs import alternatives, narrowed, pack, stride, unpack
+from outrider.core.sampling.logprobs import alternatives, narrowed, pack, score, stride, unpack
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 
@@ -62,3 +62,13 @@ def test_an_entry_may_have_no_alternatives() -> None:
     entries = unpack(pack(LOGITS, 7, 0) + pack(LOGITS, 9, 0), 0)
     assert [entry.top_ids for entry in entries] == [[], []]
     assert entries[0].logprob - entries[1].logprob == pytest.approx(LOGITS[7] - LOGITS[9], abs=1e-5)
+
+
+def test_given_tokens_have_their_log_probabilities_and_ranks() -> None:
+    rows = np.array([[0.0, 2.0, 1.0, -np.inf], [3.0, 3.0, 1.0, 0.0]], np.float32)
+    for tokens, ranks in (((1, 1), (1, 1)), ((2, 2), (2, 3)), ((3, 3), (4, 4))):
+        found = score(rows, tokens, 1)
+        assert found.ranks == ranks
+        assert found.logprobs == b"".join(pack(row, token, 1) for row, token in zip(rows, tokens, strict=True))
+    with pytest.raises(ValueError, match="shorter"):
+        score(rows, (1,), 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.sampling.logprobs import ScoredTokens
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.following import FollowingPass
@@ -103,6 +104,9 @@ class PickedLogits:
 
     def best(self, index: int) -> BestTokens | None:
         return self.source.best(int(self.rows[index]))
+
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        return self.source.score(self.rows[[*rows]].tolist(), tokens, alternatives)
 
 
 class NextPass:

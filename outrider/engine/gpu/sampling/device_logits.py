@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.core.sampling.logprobs import packed
+from outrider.core.sampling.logprobs import ScoredTokens, packed
 from outrider.core.sampling.sampler import Choice
+from outrider.engine.gpu.sampling.restrictions import TOP, likeliest
 from outrider.engine.interface.logits import BestTokens
 
 
@@ -101,6 +103,14 @@ class DeviceLogits:
         at = self._at[index]
         return None if math.isnan(found.scores[at][0]) else BestTokens(found.tokens[at], found.scores[at])
 
+    def score(self, rows: Sequence[int], tokens: Sequence[int], alternatives: int) -> ScoredTokens:
+        logits = torch.stack([self._logits[self._part[row]][self._at[row]] for row in rows])
+        wanted = torch.tensor(tokens, device=logits.device)
+        ranks = (logits > logits.gather(1, wanted[:, None])).sum(1, keepdim=True) + 1
+        found = torch.cat((likeliest(logits, wanted), ranks.double()), 1).cpu().numpy()
+        entries = b"".join(_packed(row[:-1], alternatives) for row in found)
+        return ScoredTokens(entries, tuple(found[:, -1].astype(int).tolist()))
+
     def _entry(self, part: int, at: int) -> bytes | None:
         """Return the log-probabilities that a row wants, empty if it wants none; None if the host must compute them."""
         wanted = self._logprobs[part][at] if self._logprobs[part] else None
@@ -109,12 +119,10 @@ class DeviceLogits:
         likely = self._likely[part]
         if likely is None:
             return None
-        count = (likely.shape[1] - 2) // 2
-        logit, total, tokens, scores = likely[at, 0], likely[at, 1], likely[at, 2 : 2 + count], likely[at, 2 + count :]
+        scores = likely[at, 2 + TOP :]
         if wanted and scores[wanted - 1] == scores[wanted] > -math.inf:
             return None  # it is open which of equal tokens is the last one
-        known = np.isfinite(scores[:wanted])
-        return packed(logit, tokens[:wanted][known].astype(np.int64), scores[:wanted][known], total, wanted)
+        return _packed(likely[at], wanted)
 
     def all(self) -> NDArray[np.float32]:
         """Return all rows: [rows, vocabulary], with one copy where there is one part."""
@@ -124,3 +132,10 @@ class DeviceLogits:
         if len(parts) == 1:
             return parts[0][: self._rows]  # a part's rows are in the order of the result
         return np.stack([parts[part][at] for part, at in zip(self._part, self._at, strict=True)])
+
+
+def _packed(likely: NDArray[np.float64], wanted: int) -> bytes:
+    """Return the entry of a token with `wanted` alternatives. `likely`: a row of `likeliest`."""
+    tokens, scores = likely[2 : 2 + wanted], likely[2 + TOP : 2 + TOP + wanted]
+    known = np.isfinite(scores)
+    return packed(likely[0], tokens[known].astype(np.int64), scores[known], likely[1], wanted)
