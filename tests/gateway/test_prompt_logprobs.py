@@ -140,6 +140,18 @@ async def test_prompt_logprobs_have_vllms_form(web: httpx.AsyncClient, known: Ge
     assert len(both["logprobs"]["tokens"]) == len(known.prompt_logprobs)
 
 
+async def test_a_chat_has_those_of_its_prompt_once(web: httpx.AsyncClient) -> None:
+    asked = {"messages": [{"role": "user", "content": "x = 1"}], "max_completion_tokens": 3, "n": 2}
+    body = await post(web, "chat/completions", **asked, prompt_logprobs=1)
+    first, *rows = body["prompt_logprobs"]
+    assert first is None
+    assert len(rows) == body["usage"]["prompt_tokens"] - 1
+    assert all(1 <= len(row) <= 2 for row in rows)
+    plain = await post(web, "chat/completions", **asked)
+    assert "prompt_logprobs" not in plain
+    assert plain["choices"] == body["choices"]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
