@@ -148,7 +148,8 @@ class StepScheduler:
             if going_on := [work for work in step.works if work.session.kv_slot.slot in slots]:
                 self.choice.begun = StepBatch(going_on, step.min_path_score, step.rate)
         else:
-            logits = await self._executor.sample(segments, draws, meanwhile, then=step.score)
+            score = step.score if any(work.scored for work in step.works) else None
+            logits = await self._executor.sample(segments, draws, meanwhile, then=score)
         self.learning.on_pass(step, began)
         self.sessions.in_pass = ()
         self.progress.end()

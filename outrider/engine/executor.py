@@ -95,17 +95,19 @@ class Executor:
         draws: Sequence[Draw | None],
         meanwhile: Callable[[], None],
         best: int = 0,
-        then: Callable[[Logits], None] = lambda logits: None,
+        then: Callable[[Logits], None] | None = None,
     ) -> Logits:
         """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs, or before
-        a short one, which it runs itself. `then` is called with the logits in the thread of the pass."""
+        a short one, which it runs itself. `then` is called with the logits in the thread of the passes, which
+        also runs a short pass then."""
 
         def sample_and_then() -> Logits:
             logits = self.engine.sample(segments, draws, best)
-            then(logits)
+            if then is not None:
+                then(logits)
             return logits
 
-        return await self._run(segments, sample_and_then, meanwhile)
+        return await self._run(segments, sample_and_then, meanwhile, inline=then is None)
 
     async def run_on(
         self,
@@ -128,14 +130,16 @@ class Executor:
         """Run one packed pass and further levels of trees, see `Engine.grow`; `meanwhile` as for `sample`."""
         return await self._run(segments, lambda: self.engine.grow(segments, draws, growths, levels), meanwhile)
 
-    async def _run(self, segments: Sequence[Segment], work: Callable[[], T], meanwhile: Callable[[], None]) -> T:
+    async def _run(
+        self, segments: Sequence[Segment], work: Callable[[], T], meanwhile: Callable[[], None], *, inline: bool = True
+    ) -> T:
         changes, self._queued = self._queued, []
         copies, self._copies = self._copies, False
         size = sum(len(it.tokens) for it in segments).bit_length()
         seconds = self._seconds.get(size)
         if seconds is None:
             seconds = self._seconds[size] = Ema(EMA_WEIGHT, mean=INLINE_S)
-        if seconds.mean < INLINE_S and not copies:
+        if inline and seconds.mean < INLINE_S and not copies:
             meanwhile()
             result = self._pass(seconds, changes, work)
             await asyncio.sleep(0)  # lets changes in that have arrived meanwhile

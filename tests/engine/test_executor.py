@@ -150,3 +150,13 @@ async def test_calls_queued_for_a_replaced_engine_are_dropped(rig: Rig) -> None:
     await rig.sample()
     assert before.asked == [("close",)]
     assert rig.engine.asked == [("sample",)]
+
+
+async def test_what_is_computed_from_logits_never_holds_up_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "INLINE_S", 10.0)
+    for _ in range(3):
+        await rig.sample()
+    found: list[threading.Thread] = []
+    await rig.executor.sample([], [], lambda: None, then=lambda logits: found.append(threading.current_thread()))
+    assert rig.engine.threads[-2] is threading.current_thread()
+    assert rig.engine.threads[-1] is found[0] is not threading.current_thread()
