@@ -79,6 +79,11 @@ class AsyncStream:
         """The session's id once the first chunk has arrived; empty before."""
         return self._answer.started.session_id if self._answer.started else ""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV was cached, once the first chunk has arrived; 0 before."""
+        return self._answer.started.cached_tokens if self._answer.started else 0
+
     def reader(self) -> AnswerReader:
         """Return what divides the chunks' texts into content, reasoning and calls of tools, once the first chunk has
         arrived."""

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version as version_of
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -18,23 +18,28 @@ from outrider.client import AsyncStream
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
+from outrider.gateway.apis.answer_format import AnswerFormat
+from outrider.gateway.apis.choices import chat_format, completion_format
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
-from outrider.gateway.errors import NO_NAMES, body, invalid, response
+from outrider.gateway.errors import NO_NAMES, Refusal, body, in_shape, invalid, response
 from outrider.gateway.held_answers import AnswerBounds, HeldAnswersLimit, answers_of
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import streams
 from outrider.gateway.respond import answer, unless_gone
-from outrider.gateway.schema import Chat, Completion, GenerationForm, LoadAdapter, ResponseTerms, UnloadAdapter
-from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
+from outrider.gateway.schema import AnswerRequest, Chat, Completion, LoadAdapter, ResponseTerms, UnloadAdapter
+from outrider.gateway.serialize import Json
 from outrider.gateway.traces import linked
-from outrider.gateway.transport.request_ids import REQUEST_ID, numbered
+from outrider.gateway.transport.request_ids import ANTHROPIC_ID, REQUEST_ID, numbered
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.supervision import keep_running
 
 READING = ["GET", "HEAD"]
+
+BodyT = TypeVar("BodyT", bound=AnswerRequest)
+MakeFormat = Callable[[BodyT, ResponseTerms], AnswerFormat]
 
 
 def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: CertificateExpiry | None = None) -> FastAPI:
@@ -75,38 +80,39 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
             allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, ANTHROPIC_ID, "retry-after"],
         )
 
-    async def begun(kind: type[GenerationForm], request: Request) -> tuple[ResponseTerms, list[list[AsyncStream]]]:
-        """Return what is asked for, and the streams of the answers. What else the body has is kept by these alone."""
+    async def begun(
+        kind: type[BodyT], make_format: MakeFormat[BodyT], request: Request
+    ) -> tuple[ResponseTerms, AnswerFormat, list[list[AsyncStream]]]:
+        """Return what is asked for, its format, and the streams of the answers. What else the body has is kept by these
+        alone."""
         body, client = await read_body(request), clients.client(request)
         async with large.turn(len(body)):
             parsed = await parse_body(kind, body)
-            body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
-            options = parsed.options()
-            request.state.names = parsed.names
-            await asyncio.sleep(0)
-            groups = await streams(client, parsed.prompts, parsed.n, options, config.timeout_s)
             terms = parsed.terms
+            body_of(request).copy(terms.n)  # each answer's call of the router has the prompt
+            options = parsed.options()
+            request.state.names = terms.names
+            await asyncio.sleep(0)
+            groups = await streams(client, parsed.prompts, terms.n, options, config.timeout_s)
+            format_ = make_format(parsed, terms)
             del parsed, options
         await bounds.reserve(answers_of(request), terms, sum(map(len, groups)), client)
-        return terms, groups
+        return terms, format_, groups
 
-    async def answered(
-        kind: type[GenerationForm], form: Callable[[ResponseTerms], ResponseForm], request: Request
-    ) -> Response:
-        terms, groups = await begun(kind, request)
-        answering = answer(terms, groups, form(terms), answers_of(request), config.keep_alive_s)
-        return await unless_gone(request, answering)
+    async def answered(kind: type[BodyT], make_format: MakeFormat[BodyT], request: Request) -> Response:
+        terms, format_, groups = await begun(kind, make_format, request)
+        return await unless_gone(request, answer(terms, groups, format_, answers_of(request), config.keep_alive_s))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
-        return await answered(Completion, CompletionForm, request)
+        return await answered(Completion, completion_format, request)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
-        return await answered(Chat, ChatForm, request)
+        return await answered(Chat, chat_format, request)
 
     @app.api_route("/v1/models", methods=READING)
     async def models(request: Request) -> Json:
@@ -148,15 +154,16 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.exception_handler(OutriderError)
     async def refused(request: Request, error: OutriderError) -> Response:
-        return response(error, getattr(request.state, "names", NO_NAMES))
+        return response(error, request.scope, getattr(request.state, "names", NO_NAMES))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(invalid(error), 400)
+        return in_shape(Refusal(400, invalid(error), {}), request.scope)
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(body(message, "invalid_request_error"), error.status_code, headers=error.headers)
+        content, headers = body(message, "invalid_request_error"), dict(error.headers or {})
+        return in_shape(Refusal(error.status_code, content, headers), request.scope)
 
     return app

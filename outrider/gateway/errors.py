@@ -1,4 +1,7 @@
-"""Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`.
+
+Other APIs' responses have them in another shape.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.types import Scope
 
 from outrider.errors import (
     Busy,
@@ -25,6 +29,8 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.gateway import schema
+from outrider.gateway.apis import anthropic_errors
+from outrider.gateway.transport.request_ids import REQUEST_ID
 
 ALTERNATIVES = ("str", "list[", "function-", "constrained-")  # in a path: of the types of a field, what pydantic tried
 NO_NAMES: Final[Mapping[str, str]] = {}
@@ -68,16 +74,28 @@ def refusal(error: OutriderError, names: Mapping[str, str] = NO_NAMES) -> Refusa
     """
     kind = next((kind for family, kind in _KINDS if isinstance(error, family)), _BUG)
     if isinstance(error, InvalidRequest):
-        field, problem = names.get(error.field, error.field), str(error).removeprefix(f"{error.field}: ")
+        field, problem = _own_name(error.field, names), str(error).removeprefix(f"{error.field}: ")
         return Refusal(kind.status, body(f"{field}: {problem}" if field else problem, kind.type, field, kind.code), {})
     headers = {"retry-after": str(math.ceil(error.retry_after))} if isinstance(error, Overloaded) else {}
     return Refusal(kind.status, body(str(error), kind.type, None, kind.code), headers)
 
 
-def response(error: OutriderError, names: Mapping[str, str] = NO_NAMES) -> JSONResponse:
-    """Return `refusal` as a response."""
-    status, content, headers = refusal(error, names)
-    return JSONResponse(content, status, headers=headers)
+def _own_name(field: str, names: Mapping[str, str]) -> str:
+    """Return the caller's name of a field; of an entry of a list that the caller has as another one, the list's."""
+    return names.get(field, names.get(field.partition("[")[0], field))
+
+
+def response(error: OutriderError, scope: Scope, names: Mapping[str, str] = NO_NAMES) -> JSONResponse:
+    """Return `refusal` as a response to the request of a scope."""
+    return in_shape(refusal(error, names), scope)
+
+
+def in_shape(refused: Refusal, scope: Scope) -> JSONResponse:
+    """Return an error response in the shape of the API that the request of a scope is for."""
+    content = refused.body
+    if scope["path"].startswith(anthropic_errors.PATHS):
+        content = anthropic_errors.body(refused.status, content["error"]["message"], scope.get(REQUEST_ID, ""))
+    return JSONResponse(content, refused.status, headers=refused.headers)
 
 
 def body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -1,22 +1,17 @@
-"""Sends an answer as server-sent events, in OpenAI's format."""
+"""Sends an answer as server-sent events."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from outrider.client import Generation
 from outrider.errors import OutriderError
-from outrider.gateway import serialize
+from outrider.gateway.apis.answer_format import AnswerFormat
 from outrider.gateway.errors import refusal
+from outrider.gateway.held_answers import HeldAnswers
 from outrider.gateway.multiplex import WAITING, ReceivedPart
-from outrider.gateway.schema import ResponseTerms
-from outrider.gateway.serialize import Json, PromptText, ResponseForm, StreamedText
-
-KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore and proxies count as life
 
 
 class EventStream(StreamingResponse):
@@ -38,58 +33,29 @@ class EventStream(StreamingResponse):
 
 
 async def server_sent_events(
-    form: ResponseForm,
-    head: Json,
-    asked: ResponseTerms,
-    choices: int,
+    format_: AnswerFormat,
+    names: Mapping[str, str],
+    held: HeldAnswers,
     first: ReceivedPart,
     parts: AsyncGenerator[ReceivedPart, None],
 ) -> AsyncGenerator[str, None]:
-    """Yield the events of `first` and the following parts, then the usage if the request wants it, then [DONE].
+    """Yield the events of `first` and the following parts, then those behind the end of all answers.
 
-    An error becomes the last event, because the HTTP status has been sent already.
+    An error becomes the last event, because the HTTP status has been sent already. `names`: as of `refusal`.
     """
-    characters = [0] * choices  # sent so far, of each choice
-    ended: dict[int, Generation] = {}
-    prompts, tokens = dict[int, int](), [0] * choices  # of each prompt, and of each choice so far
-    prompt_texts = [PromptText() for _ in range(choices)]  # of those that are echoed
-
-    def event(choice: Json) -> str:
-        usage: Json = {"usage": None} if asked.include_usage else {}  # as OpenAI sends it in all events but the last
-        if asked.continuous_usage:
-            usage = {"usage": serialize.tokens(sum(prompts.values()), sum(tokens))}
-        return _event(serialize.envelope(form.piece, **head, choices=[choice], **usage))
-
     try:
         part: ReceivedPart | None = first
         while part is not None:
-            index = part.index
             if part is WAITING:
-                yield KEEP_ALIVE
-            chunk = part.chunk
-            if chunk is not None and not chunk.prompt_logprobs:
-                tokens[index] += len(chunk.token_ids)
-                prompts.setdefault(index // asked.n, chunk.next_position - tokens[index])
-            if chunk is not None and (chunk.text or chunk.logprobs or chunk.prompt_logprobs):
-                text = chunk.text + prompt_texts[index].add(chunk.prompt_logprobs)
-                entries = (chunk.prompt_logprobs or chunk.logprobs) if asked.alternatives is not None else None
-                for piece in form.parts(StreamedText(index, text, entries, characters[index], part.reader)):
-                    yield event(piece)
-                characters[index] += len(text)
-            if part.ended is not None:
-                ended[index] = part.ended
-                for piece in form.last(index, serialize.reason(part.ended)):
-                    yield event(piece)
+                yield format_.keep_alive
+            else:
+                if format_.keeps_text and part.chunk is not None:
+                    held.add(part.chunk)
+                for event in format_.events(part):
+                    yield event
             part = await anext(parts, None)
-        if asked.include_usage:
-            generations = [ended[index] for index in range(choices)]
-            usage, metrics = serialize.cost(generations, asked.n), serialize.speculation(generations)
-            yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage, **metrics))
+        for event in format_.last():
+            yield event
     except OutriderError as error:
-        yield _event(refusal(error, asked.names).body)
-        return
-    yield "data: [DONE]\n\n"
-
-
-def _event(content: Json) -> str:
-    return f"data: {json.dumps(content, default=list)}\n\n"
+        for event in format_.failed(refusal(error, names)):
+            yield event

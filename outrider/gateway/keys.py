@@ -26,9 +26,9 @@ _Digest = bytes
 
 
 def caller_key(headers: Headers) -> str:
-    """Return the API key of a request; empty without one."""
+    """Return the API key of a request, as OpenAI's clients or as Anthropic's send it; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def address_of(scope: Scope) -> str:
@@ -60,7 +60,7 @@ class KeyCheck:
                     scope = {**scope, TENANT: await self.check(caller_key(Headers(scope=scope)))}
                 except OutriderError as error:
                     await self._refusals.hold(address_of(scope))
-                    await response(error)(scope, receive, send)
+                    await response(error, scope)(scope, receive, send)
                     return
             await app(scope, receive, send)
 

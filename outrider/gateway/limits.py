@@ -37,7 +37,7 @@ class RequestLimit:
             try:
                 running.enter_context(self._running.hold())
             except Overloaded as error:
-                await response(error)(scope, receive, send)
+                await response(error, scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
@@ -58,7 +58,7 @@ class TenantRequestLimit:
         try:
             self._running.add(tenant, 1)
         except Overloaded as error:
-            await response(error)(scope, receive, send)
+            await response(error, scope)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

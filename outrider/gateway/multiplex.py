@@ -22,6 +22,7 @@ class ReceivedPart:
     chunk: Chunk | None = None
     ended: Generation | None = None
     reader: Callable[[], AnswerReader] = AnswerReader  # makes what divides the choice's text
+    cached_tokens: int = 0  # of a chunk: tokens of its prompt whose KV was cached
 
 
 async def streams(
@@ -120,7 +121,7 @@ async def _follow(
             async for chunk in stream:
                 if not chunk.prompt_logprobs:
                     prompt_read.set()
-                await queue.put(ReceivedPart(index, chunk, reader=stream.reader))
+                await queue.put(ReceivedPart(index, chunk, reader=stream.reader, cached_tokens=stream.cached_tokens))
         prompt_read.set()
         await queue.put(ReceivedPart(index, ended=stream.result))
     except Exception as error:

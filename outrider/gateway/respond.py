@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,13 +15,13 @@ from fastapi.responses import Response, StreamingResponse
 
 from outrider.client import AsyncStream, Generation, LogprobRows
 from outrider.errors import Cancelled
-from outrider.gateway import serialize
 from outrider.gateway.answer_body import body_pieces
+from outrider.gateway.apis.answer_format import AnswerFormat
 from outrider.gateway.event_stream import EventStream, server_sent_events
 from outrider.gateway.held_answers import HeldAnswers
 from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import ResponseTerms
-from outrider.gateway.serialize import Json, PromptText, ResponseForm
+from outrider.gateway.serialize import PromptText
 
 NOT_ENFORCED = "outrider-not-enforced"  # header: what the answer may break of the request's schemas
 MOST_SHOWN, MOST_CHARACTERS = 16, 1024  # of it
@@ -33,11 +31,11 @@ HEADERS_S = 1.0  # longest wait for the first part of a stream before its header
 async def answer(
     asked: ResponseTerms,
     groups: Sequence[Sequence[AsyncStream]],
-    form: ResponseForm,
+    format_: AnswerFormat,
     held: HeldAnswers,
     keep_alive_s: float,
 ) -> Response:
-    """Return the response with all choices of all prompts, complete or as a stream of events.
+    """Return the response with all choices of all prompts, in a format, complete or as a stream of events.
 
     A stream begins when its first part has come, or after a second, so that a request that is refused has an HTTP
     status of its own, and one that waits has its headers; then it has a sign of life every `keep_alive_s`.
@@ -47,7 +45,6 @@ async def answer(
     Raises the SDK's errors; for a stream of events, only those before the first part.
     """
     count = sum(map(len, groups))
-    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": asked.model, "created": int(time.time())}
     parts = merged(groups, (HEADERS_S, keep_alive_s) if asked.stream else (None, None), answers=asked.token_limit != 0)
     if asked.stream:
         try:
@@ -55,7 +52,7 @@ async def answer(
         except BaseException:
             await parts.aclose()
             raise
-        events = server_sent_events(form, head, asked, count, first, parts)
+        events = server_sent_events(format_, asked.names, held, first, parts)
         return EventStream(events, parts, _headers(asked))
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
@@ -80,11 +77,8 @@ async def answer(
         )
         for index in range(count)
     ]
-    choices = (form.complete(index, generation) for index, generation in enumerate(generations))
-    usage = serialize.cost(generations, asked.n)
-    metrics = serialize.speculation(generations)
-    content = serialize.envelope(form.kind, **head, choices=choices, usage=usage, **metrics, **form.whole(generations))
-    return StreamingResponse(body_pieces(content), media_type="application/json", headers=_headers(asked))
+    content = body_pieces(format_.body(generations))
+    return StreamingResponse(content, media_type="application/json", headers=_headers(asked))
 
 
 def _headers(asked: ResponseTerms) -> dict[str, str]:

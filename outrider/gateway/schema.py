@@ -169,10 +169,34 @@ class ResponseTerms(NamedTuple):
     prompt_limits: Sequence[int | None] = ()  # most tokens of each prompt; None: as many as fit into the context
 
 
-class GenerationForm(RequestBody):
-    """The fields that completions and chats share."""
+class AnswerRequest(RequestBody):
+    """A request for answers, by the API of its caller."""
 
     model: str  # as `/v1/models` lists it
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """One or several prompts, as text or token ids; None: the messages."""
+        return [None]
+
+    @property
+    def terms(self) -> ResponseTerms:
+        """What is asked for of the answers."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The fields of this request, by the SDK's names for them, where these differ."""
+        raise NotImplementedError
+
+    def options(self) -> Options:
+        """Return the SDK's keywords for this request."""
+        raise NotImplementedError
+
+
+class GenerationForm(AnswerRequest):
+    """The fields that completions and chats share."""
+
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)  # up to 128, which share a seed; the prompt is read once
     temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
     top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
@@ -231,11 +255,6 @@ class GenerationForm(RequestBody):
         return "max_tokens"
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """One or several prompts, as text or token ids; None: the messages."""
-        raise NotImplementedError
-
-    @property
     def terms(self) -> ResponseTerms:
         """What is asked for of the answers."""
         shown = self.stream_options or StreamOptions()
@@ -248,7 +267,7 @@ class GenerationForm(RequestBody):
             self.alternatives,
             self.token_limit,
             self.names,
-            [pointer for schema in self.schemas for pointer in _ignored(schema)],
+            not_enforced(self.schemas),
             prompt_logprobs=self.prompt_logprobs,
             prompt_alternatives=self.prompt_alternatives,
             prompt_limits=[_most_tokens(prompt) for prompt in self.prompts],
@@ -353,6 +372,11 @@ class GenerationForm(RequestBody):
 def _most_tokens(prompt: Prompt) -> int | None:
     """Return the most tokens that a prompt may have, special ones excepted; None: it is not known."""
     return None if prompt is None else len(prompt.encode(errors="replace")) if isinstance(prompt, str) else len(prompt)
+
+
+def not_enforced(schemas: Sequence[Any]) -> list[str]:
+    """Return what answers may break of schemas, as JSON pointers."""
+    return [pointer for schema in schemas for pointer in _ignored(schema)]
 
 
 def _ignored(schema: Any) -> list[str]:
@@ -613,10 +637,6 @@ class Chat(GenerationForm):
     mm_processor_kwargs: Unserved = only({})
     separate_reasoning: Unserved = only(True)
     stream_reasoning: Unserved = only(True)
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return [None]
 
     @property
     def token_field(self) -> str:

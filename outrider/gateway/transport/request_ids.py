@@ -8,7 +8,8 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID = "x-request-id"  # the header, and the key in a request's scope
+ANTHROPIC_ID = "request-id"  # the header's name for Anthropic's clients
 TAKEN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -24,9 +25,10 @@ def numbered(app: ASGIApp) -> ASGIApp:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = id_
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = headers[ANTHROPIC_ID] = id_
             await send(message)
 
-        await app(scope, receive, named)
+        await app({**scope, REQUEST_ID: id_}, receive, named)
 
     return numbering
