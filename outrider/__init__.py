@@ -34,6 +34,7 @@ __all__ = [
     "StepTree",
     "Stream",
     "TokenLogprobs",
+    "TokenizedPrompt",
     "ToolCall",
     "Usage",
     "errors",

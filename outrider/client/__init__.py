@@ -19,6 +19,7 @@ from outrider.client._types import (
     Session,
     StepNode,
     StepTree,
+    TokenizedPrompt,
     TokenLogprobs,
     ToolCall,
     Usage,
@@ -46,6 +47,7 @@ __all__ = [
     "StepTree",
     "Stream",
     "TokenLogprobs",
+    "TokenizedPrompt",
     "ToolCall",
     "Usage",
 ]

@@ -13,7 +13,7 @@ from outrider.client._connection import Access, ConnectionOptions, key_metadata,
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
 from outrider.client._terms import terms_of
-from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree
+from outrider.client._types import Generation, Model, ModelAdapter, Session, StepTree, TokenizedPrompt
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
 from outrider.wire import inference as wire
@@ -156,6 +156,42 @@ class AsyncClient:
         """Return the models that are served now."""
         response = await self._router.ask("ListModels", wire.ListModelsRequest(), timeout)
         return [_wire.model_from_pb(model) for model in response.models]
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        special: bool = True,
+        count_only: bool = False,
+        names: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> TokenizedPrompt:
+        """Return the tokens of a prompt, or of `messages` as the model's chat template renders them with their tools.
+        Nothing is generated.
+
+        `special`: with the tokens that the tokenizer itself puts around a text; `count_only`: return their number
+        alone; `names`: return the tokens' names, too. `options`: as of `generate`; those that are about the answer have
+        no effect. Raises InvalidRequest for a prompt far longer than the model's context.
+        """
+        request = wire.TokenizeRequest(
+            prompt=_wire.request_to_pb(prompt, **options),
+            without_special=not special,
+            count_only=count_only,
+            with_names=names,
+        )
+        return _wire.tokenized_from_pb(await self._router.ask("Tokenize", request, timeout))
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """Return the text of a model's tokens, special ones included; `model`: empty for the only one.
+
+        Raises InvalidRequest for ids outside the vocabulary, and for more tokens than the model's context has.
+        """
+        request = wire.DetokenizeRequest(
+            model=_wire.encodable("model", model), tokens=_wire.token_ids("tokens", tokens)
+        )
+        text: str = (await self._router.ask("Detokenize", request, timeout)).text
+        return text
 
     async def load_adapter(
         self, name: str, folder: str, *, model: str = "", timeout: float | None = None

@@ -66,6 +66,7 @@ class ReceivedAnswer:
             token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
             gaps=tuple(gap for chunk in chunks for gap in chunk.gaps),
             finish_reason=_wire.reason_from_pb(message.reason),
+            stop=message.stop,
             seed=started.seed,
             model=started.model,
             session_id=started.session_id,

@@ -76,6 +76,8 @@ class Client:
     get_session = _blocking(AsyncClient.get_session)
     close_session = _blocking(AsyncClient.close_session)
     models = _blocking(AsyncClient.models)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
     load_adapter = _blocking(AsyncClient.load_adapter)
     unload_adapter = _blocking(AsyncClient.unload_adapter)
 

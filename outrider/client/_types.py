@@ -136,6 +136,7 @@ class Generation:
     schema: Any = field(default=None, repr=False, compare=False)  # the request's schema
     terms: AnswerTerms = field(default=ANY_TERMS, repr=False)  # what the request's answer may have in it
     form: ModelForm = field(default=PLAIN_FORM, repr=False)  # how the model writes that
+    stop: str = ""  # the string of the request's `stop` that ended it; empty: none did
 
     @property
     def parsed(self) -> Any:
@@ -196,6 +197,16 @@ class ToolCall:
     name: str
     arguments: str  # a JSON object
     id: str = ""  # if the model gave one
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """The tokens of a prompt."""
+
+    count: int  # tokens
+    ids: tuple[int, ...]  # empty if the number alone was wanted
+    names: tuple[str, ...]  # of the tokens in the tokenizer's vocabulary, if they were wanted
+    context: int  # limit on prompt and answer together, in tokens; 0: no verifier serves the model now
 
 
 @dataclass(frozen=True, slots=True)

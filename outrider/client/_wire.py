@@ -19,6 +19,7 @@ from outrider.client._types import (
     Session,
     StepNode,
     StepTree,
+    TokenizedPrompt,
     Usage,
 )
 from outrider.core.session.contract import (
@@ -140,7 +141,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
     if isinstance(prompt, str):
         request.text = encodable("prompt", prompt)
     else:
-        request.token_ids.CopyFrom(_token_ids(prompt, options.get("tokenizer_digest", b"")))
+        request.token_ids.CopyFrom(token_ids("prompt", prompt, options.get("tokenizer_digest", b"")))
     return request
 
 
@@ -188,11 +189,12 @@ def _message(index: int, message: Any) -> pb.Message:
     return pb.Message(**given, tool_calls=calls_json(f"{field}.tool_calls", message.get("tool_calls")))
 
 
-def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
+def token_ids(field: str, ids: Sequence[int], tokenizer_digest: bytes = b"") -> pb.TokenIds:
+    """Return the message of token ids. Raises InvalidRequest for what is none."""
     try:
         return pb.TokenIds(ids=ids, tokenizer_digest=tokenizer_digest)
     except ValueError:
-        raise InvalidRequest("prompt", "token ids must be from 0 to the vocabulary's size - 1") from None
+        raise InvalidRequest(field, "token ids must be from 0 to the vocabulary's size - 1") from None
 
 
 def chunk_from_pb(message: pb.Chunk) -> Chunk:
@@ -275,6 +277,11 @@ def model_from_pb(message: pb.Model) -> Model:
     """Return the model of a message."""
     adapters = tuple(map(adapter_from_pb, message.adapters))
     return _same_fields(Model, message, misfits=tuple(map(printable, message.misfits)), adapters=adapters)
+
+
+def tokenized_from_pb(message: pb.TokenizeResponse) -> TokenizedPrompt:
+    """Return the tokens of a prompt."""
+    return _same_fields(TokenizedPrompt, message, ids=tuple(message.ids), names=tuple(message.names))
 
 
 def adapter_from_pb(message: pb.ModelAdapter) -> ModelAdapter:

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -18,8 +18,12 @@ from outrider.client import AsyncStream
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
+from outrider.gateway.answer_body import body_pieces
 from outrider.gateway.apis.answer_format import AnswerFormat
 from outrider.gateway.apis.choices import chat_format, completion_format
+from outrider.gateway.apis.messages import CountBody, MessagesBody
+from outrider.gateway.apis.messages_format import messages_format
+from outrider.gateway.apis.tokens import DetokenizeBody, TokenizeBody, tokenized
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import NO_NAMES, Refusal, body, in_shape, invalid, response
@@ -113,6 +117,35 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
         return await answered(Chat, chat_format, request)
+
+    @app.post("/v1/messages", response_model=None)
+    async def messages(request: Request) -> Response:
+        return await answered(MessagesBody, messages_format, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Json:
+        client, body = clients.client(request), await read_body(request)
+        async with large.turn(len(body)):
+            parsed = await parse_body(CountBody, body)
+            options, request.state.names = parsed.prompt_options(), parsed.names
+        return {"input_tokens": (await client.tokenize(count_only=True, timeout=config.timeout_s, **options)).count}
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        client, body = clients.client(request), await read_body(request)
+        async with large.turn(len(body)):
+            parsed = await parse_body(TokenizeBody, body)
+            prompt, special, names = parsed.prompt, parsed.add_special_tokens is not False, parsed.return_token_strs
+            options = parsed.options()
+        tokens = await client.tokenize(prompt, special=special, names=names, timeout=config.timeout_s, **options)
+        return StreamingResponse(body_pieces(tokenized(tokens, names=names)), media_type="application/json")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Json:
+        client, body = clients.client(request), await read_body(request)
+        async with large.turn(len(body)):
+            parsed = await parse_body(DetokenizeBody, body)
+        return {"prompt": await client.detokenize(parsed.tokens, model=parsed.model, timeout=config.timeout_s)}
 
     @app.api_route("/v1/models", methods=READING)
     async def models(request: Request) -> Json:

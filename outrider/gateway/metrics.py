@@ -14,6 +14,11 @@ from outrider.telemetry.metrics import histogram, register_metric
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
     "/v1/models",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",

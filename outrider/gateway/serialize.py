@@ -107,7 +107,7 @@ class ChatForm:
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [
-                {"id": _call_id(generation.form, call.id), **_call(call.name, call.arguments)} for call in calls
+                {"id": call_id(generation.form, call.id), **_call(call.name, call.arguments)} for call in calls
             ]
         entries = _rows(generation.logprobs) if generation.logprobs else None
         return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
@@ -154,7 +154,7 @@ class ChatForm:
             name = "reasoning_content" if piece.call == REASONING else "content"
             return self._delta(index, {name: piece.text}, None, None)
         if piece.name:
-            call = {"index": piece.call, "id": _call_id(form, piece.id), **_call(piece.name, piece.text)}
+            call = {"index": piece.call, "id": call_id(form, piece.id), **_call(piece.name, piece.text)}
         else:
             call = {"index": piece.call, "function": {"arguments": piece.text}}
         return self._delta(index, {"tool_calls": [call]}, None, None)
@@ -163,9 +163,9 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _call_id(form: ModelForm, given: str) -> str:
+def call_id(form: ModelForm, given: str, prefix: str = "call_") -> str:
     """Return the id of a call: the one that the model has `given`, or a new one."""
-    new = f"call_{secrets.token_hex(12)}"
+    new = f"{prefix}{secrets.token_hex(12)}"
     return given or (short_id(new) if FORMATS[form.tool_format].short_ids else new)
 
 

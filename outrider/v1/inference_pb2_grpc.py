@@ -91,6 +91,16 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/outrider.v1.Inference/Tokenize',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/outrider.v1.Inference/Detokenize',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.CheckKey = channel.unary_unary(
                 '/outrider.v1.Inference/CheckKey',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.SerializeToString,
@@ -181,6 +191,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Returns the tokens of a prompt, as a generation for it would have them; nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckKey(self, request, context):
         """Succeeds if the caller's API key is accepted, and does nothing else. Gateways judge their callers' keys by it.
         """
@@ -245,6 +269,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'CheckKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckKey,
@@ -550,6 +584,60 @@ class Inference:
             '/outrider.v1.Inference/UnloadAdapter',
             outrider_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/Tokenize',
+            outrider_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/Detokenize',
+            outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

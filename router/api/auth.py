@@ -29,7 +29,11 @@ MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sam
 MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
-_GENERATE = "/outrider.v1.Inference/Generate"
+_LONG = {  # methods whose messages have prompts
+    "/outrider.v1.Inference/Generate": wire.GenerateRequest.DESCRIPTOR,
+    "/outrider.v1.Inference/Tokenize": wire.TokenizeRequest.DESCRIPTOR,
+    "/outrider.v1.Inference/Detokenize": wire.DetokenizeRequest.DESCRIPTOR,
+}
 _HEALTH_PREFIX = "/grpc.health."
 _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 
@@ -153,10 +157,10 @@ def caller_tenant() -> str:
 
 def check_message(method: str, message: bytes) -> None:
     """Raise InvalidRequest for a message that would take far more memory than it has bytes, or has too many."""
-    if method != _GENERATE:
+    if method not in _LONG:
         if len(message) > MAX_OTHER_BYTES:
             raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {MAX_OTHER_BYTES}")
-    elif more_fields_than(wire.GenerateRequest.DESCRIPTOR, MAX_FIELDS, message):
+    elif more_fields_than(_LONG[method], MAX_FIELDS, message):
         raise InvalidRequest(
             "message", f"must have at most {MAX_FIELDS} entries: messages, and what `sampling` lists, together"
         )

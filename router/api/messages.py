@@ -111,6 +111,7 @@ def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
     usage = event.usage
     return pb.Finished(
         reason=reason_to_pb(event.reason),
+        stop=event.stop,
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=usage.completion_tokens,

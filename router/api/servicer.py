@@ -24,6 +24,7 @@ from router.api.answer_streams import NAME_BYTES, AnswerStreams
 from router.api.auth import caller_tenant
 from router.api.messages import adapter_to_pb, session_to_pb
 from router.api.running_calls import RunningCalls
+from router.api.tokenizing import detokenize, tokenize
 from router.counters.request_metrics import RequestMetrics
 from router.reporting.step_stream import StepStreams
 from router.requests.requests import GenerateParams, find_model, parse
@@ -207,6 +208,16 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context):
             await self._router.adapters.unload(caller_tenant(), request.name)
             return pb.UnloadAdapterResponse()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context[Any, Any]) -> pb.TokenizeResponse:
+        """Return a prompt's tokens."""
+        async with errors_as_status(context), self._span(context, "Tokenize"):
+            return await tokenize(request, self._router, caller_tenant())
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context[Any, Any]) -> pb.DetokenizeResponse:
+        """Return the text of tokens."""
+        async with errors_as_status(context), self._span(context, "Detokenize"):
+            return await detokenize(request, self._router, caller_tenant())
 
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Context[Any, Any]) -> pb.CheckKeyResponse:
         """Return the tenant of the caller's key, which was judged before."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -20,6 +20,8 @@ from outrider.errors import CheckpointError, InvalidRequest, TooLong
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder
 from outrider.limits.fair_turns import FairTurns
+from outrider.offload import LONG
+from outrider.wire.types import check_tokens
 from router.requests.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
 from router.text.detokenizer import REPLACEMENT
 
@@ -30,6 +32,9 @@ _USUAL = 8  # characters of a token; few texts have more, and only those are cou
 _MARK_TOKENS = 16  # most tokens of a mark and the lines around it
 _SLACK = 2  # splitting a text may add tokens, but less than this factor
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
 _ANCHOR = "a"  # decoded before each token: some decoders treat a text's first token differently
 
 
@@ -151,6 +156,25 @@ class ServedModel:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
         parts = await self.chat.render(messages, tenant, tools, variables)
         return await self._encode_parts(parts, tenant, False, context)
+
+    async def decode(self, tokens: Sequence[int], tenant: str = "") -> str:
+        """Return the text of a tenant's tokens, special ones included. Raises InvalidRequest for an id outside the
+        vocabulary, Overloaded as `encode`."""
+        check_tokens(tokens, self.tokenizer.get_vocab_size(), "tokens")
+        return await self._run_if_long(tokens, tenant, self.tokenizer.decode, [*tokens], skip_special_tokens=False)
+
+    async def token_names(self, tokens: Sequence[int], tenant: str = "") -> list[str]:
+        """Return the names of tokens in the tokenizer's vocabulary. Raises Overloaded as `encode`."""
+        name = self.tokenizer.id_to_token
+        return await self._run_if_long(tokens, tenant, lambda: [name(token) or "" for token in tokens])
+
+    async def _run_if_long(
+        self, tokens: Sequence[int], tenant: str, work: Callable[P, ResultT], *args: P.args, **options: P.kwargs
+    ) -> ResultT:
+        """Return the result of `work`, in a turn of the tenant where its tokens are many."""
+        if len(tokens) > LONG:
+            return await self.turns.run(None, tenant, work, *args, **options)
+        return work(*args, **options)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
         """Raise InvalidRequest for a tenant's grammar that cannot be followed, and as `GrammarCompiler.check`."""

@@ -80,7 +80,7 @@ class OwnedGeneration:
             if last_part.text and not self._response.scoring:
                 outbox.put(last_part)
             self.reason = reason.value
-            outbox.put(FinishedEvent(reason, self._response.start, self._response.usage))
+            outbox.put(FinishedEvent(reason, self._response.start, self._response.usage, self._response.stop))
         finally:
             self._attempts.client_watch.stop()
             self._attempts.pump.close()

@@ -46,6 +46,7 @@ class FinishedEvent:
     reason: FinishReason
     prompt_tokens: int
     usage: UsageStats
+    stop: str = ""  # the stop string that ended it
 
 
 Event: TypeAlias = StartedEvent | ResponsePart | FinishedEvent

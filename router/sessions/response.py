@@ -126,6 +126,11 @@ class Response:
         self.scored += len(ranks)
         return ResponsePart(position, tuple(tokens), (), logprobs, "", 0, ranks)
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the response; empty: none did."""
+        return self._text.stop if self.stopped else ""
+
     def add_commit(self, commit: ReceivedCommit) -> ResponsePart:
         """Add a commit. Raises InternalError when it does not continue this response."""
         if self.scoring:

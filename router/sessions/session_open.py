@@ -184,18 +184,20 @@ async def _history(sessions: Sessions, params: GenerateParams, session: SessionR
     """Return the prompt behind the session's tokens; fork the session if the request's history differs from them."""
     new = secrets.token_hex(16)
     if session is None:
-        return _History(new, 0, 1, await _encode(params, first=True), 0)
+        return _History(new, 0, 1, await encode_prompt(params, first=True), 0)
     logged = (await sessions.read(session.session_id)).tokens
     if params.whole_history:
-        tokens = await _encode(params, first=True)
+        tokens = await encode_prompt(params, first=True)
         if tokens[: len(logged)] != logged:
             return _History(new, 0, 1, tokens, 0, session.verifier, session.session_id)
     else:
-        tokens = (*logged, *await _encode(params, first=not logged))
+        tokens = (*logged, *await encode_prompt(params, first=not logged))
     return _History(session.session_id, session.epoch, session.generation + 1, tokens, len(logged), session.verifier)
 
 
-async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
+async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
+    """Return the tokens of a request's prompt, which is not empty; `first`: with the tokens that the tokenizer itself
+    puts around a text. Raises InvalidRequest, and Overloaded when too many of the tenant's prompts wait."""
     if params.contract.grammar is not None:
         await params.model.check_grammar(params.contract.grammar, params.tenant)
     match params.prompt:

@@ -71,14 +71,15 @@ class StopStrings:
     """End a text at the first stop string; holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self.found = ""  # the stop string that ended the text
         self._stops = stops
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Return the text that can be emitted, and whether it ends there because a stop string is complete."""
         self._held += piece
-        found = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        cut = min(found) if found else len(self._held) - self._undecided()
+        found = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        cut, self.found = min(found, default=(len(self._held) - self._undecided(), ""))
         text, self._held = self._held[:cut], self._held[cut:]
         return text, bool(found)
 
@@ -110,6 +111,11 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._unstopped = unstopped
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the text; empty: none did."""
+        return self._stops.found
 
     def feed(self, tokens: Sequence[int]) -> TextPiece:
         """Add tokens up to the first that completes a stop string."""

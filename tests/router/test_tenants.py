@@ -30,6 +30,8 @@ REQUESTS: dict[str, Any] = {
     "LoadAdapter": pb.LoadAdapterRequest(name="sql", folder="sql"),
     "UnloadAdapter": pb.UnloadAdapterRequest(name="sql"),
     "CheckKey": pb.CheckKeyRequest(),
+    "Tokenize": pb.TokenizeRequest(prompt=ask()),
+    "Detokenize": pb.DetokenizeRequest(),
     "Answers": pb.AnswersRequest(),
 }
 
