@@ -23,6 +23,8 @@ from outrider.gateway.apis.answer_format import AnswerFormat
 from outrider.gateway.apis.choices import chat_format, completion_format
 from outrider.gateway.apis.messages import CountBody, MessagesBody
 from outrider.gateway.apis.messages_format import messages_format
+from outrider.gateway.apis.responses import ResponsesBody
+from outrider.gateway.apis.responses_format import responses_format
 from outrider.gateway.apis.tokens import DetokenizeBody, TokenizeBody, tokenized
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
@@ -129,6 +131,10 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
             parsed = await parse_body(CountBody, body)
             options, request.state.names = parsed.prompt_options(), parsed.names
         return {"input_tokens": (await client.tokenize(count_only=True, timeout=config.timeout_s, **options)).count}
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        return await answered(ResponsesBody, responses_format, request)
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.gateway.schema import Chat, Completion, GenerationForm
+from outrider.gateway.apis.messages import MessagesBody
+from outrider.gateway.apis.responses import ResponsesBody
+from outrider.gateway.schema import AnswerRequest, Chat, Completion
 
 MANY = 60_000
 COMPLETION = {"model": "m", "prompt": "x"}
@@ -31,9 +33,17 @@ def user(content: Any) -> dict[str, Any]:
         (Chat, {"messages": [{}] * MANY}, "messages"),
         (Chat, {"messages": [user([{}] * MANY)]}, "messages"),
         (Chat, {"messages": [user("x")], "modalities": ["audio"] * MANY}, "modalities"),
+        (MessagesBody, {"max_tokens": 1, "messages": [{}] * MANY}, "messages"),
+        (MessagesBody, {"max_tokens": 1, "messages": [user([{}] * MANY)]}, "messages"),
+        (MessagesBody, {"max_tokens": 1, "messages": [user("x")], "system": [{}] * MANY}, "system"),
+        (MessagesBody, {"max_tokens": 1, "messages": [user("x")], "tools": [{}] * 100}, "tools"),
+        (ResponsesBody, {"input": [{}] * 4000}, "input"),
+        (ResponsesBody, {"input": [user([{}] * MANY)]}, "input"),
+        (ResponsesBody, {"input": "x", "include": [1] * MANY}, "include"),
+        (ResponsesBody, {"input": "x", "metadata": {f"field{number}": 1 for number in range(MANY)}}, "metadata"),
     ],
 )
-def test_many_malformed_parts_give_few_errors(form: type[GenerationForm], body: dict[str, Any], where: str) -> None:
+def test_many_malformed_parts_give_few_errors(form: type[AnswerRequest], body: dict[str, Any], where: str) -> None:
     with pytest.raises(ValidationError) as refused:
         form.model_validate((COMPLETION if form is Completion else {"model": "m"}) | body)
     errors = refused.value.errors()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
@@ -47,6 +47,13 @@ class TextBlock(TypedPart):
     text: str | None = None
 
 
+def _blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Texts = Annotated[Items[TextBlock], BeforeValidator(_blocks)]  # text, or blocks of it; after validation blocks
+
+
 class ContentBlock(TextBlock):
     """A block of a message."""
 
@@ -63,7 +70,7 @@ class ContentBlock(TextBlock):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Items[TextBlock] | None = None  # of a result
+    content: Texts | None = None  # of a result
 
     @property
     def call(self) -> dict[str, Any]:
@@ -71,10 +78,8 @@ class ContentBlock(TextBlock):
         return made_call(self.id or "", self.name or "", json.dumps(self.input, ensure_ascii=False))
 
 
-def _text(content: str | Sequence[TextBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.text or "" for block in content)
+def _text(blocks: Sequence[TextBlock] | None) -> str:
+    return "".join(block.text or "" for block in blocks or ())
 
 
 _BLOCKS = {  # types of blocks, by the role of their message
@@ -88,26 +93,26 @@ class TurnMessage(LenientBody):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Items[ContentBlock]
+    content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)]
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> TurnMessage:
-        if not isinstance(self.content, str):
-            wrong = next((it.type for it in self.content if it.type not in _BLOCKS[self.role]), None)
-            if wrong is not None:
-                raise ValueError(f"a message of role {self.role} has no block of type {wrong}")
+        wrong = next((it.type for it in self.content if it.type not in _BLOCKS[self.role]), None)
+        if wrong is not None:
+            raise ValueError(f"a message of role {self.role} has no block of type {wrong}")
         return self
 
     @property
     def for_template(self) -> Iterator[dict[str, Any]]:
         """The messages that chat templates take: results of calls are some of their own."""
-        blocks = [] if isinstance(self.content, str) else self.content
+        blocks = self.content
         if self.role == "assistant":
             reasoning = "".join(block.thinking or "" for block in blocks)
-            text = _text(self.content)
-            yield assistant_message(text, reasoning, [block.call for block in blocks if block.type == "tool_use"])
+            yield assistant_message(
+                _text(blocks), reasoning, [block.call for block in blocks if block.type == "tool_use"]
+            )
             return
-        texts: list[str] = [self.content] if isinstance(self.content, str) else []
+        texts: list[str] = []
         for block in blocks:
             if block.type == "text":
                 texts.append(block.text or "")
@@ -205,7 +210,7 @@ class CountBody(ConversationForm):
 
     # text only, up to 4,096; thinking is taken back as reasoning
     messages: list[TurnMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    system: str | Items[TextBlock] = ""  # text, or blocks of text
+    system: Texts = Field(default_factory=list)  # text, or blocks of text
     # functions, up to 128
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessagesToolChoice | None = None  # see [tools](#tools)
