@@ -1,4 +1,4 @@
-"""The table of fields in docs/gateway.md: of OpenAI's requests, and of those that other engines add to them."""
+"""The tables of fields in docs/gateway.md: of OpenAI's requests, with what other engines add, and of Anthropic's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from pydantic.fields import FieldInfo
 
 from docs.hooks.tables import code, table
 from outrider.cli.comments import field_comments
-from outrider.gateway.schema import Chat, Completion, GenerationForm, NoEffect, Unserved
+from outrider.gateway.apis.messages import MessagesBody
+from outrider.gateway.apis.responses import ResponsesBody
+from outrider.gateway.schema import AnswerRequest, Chat, Completion, NoEffect, Unserved
 
 SERVED, NO_EFFECT, REFUSED = "served", "no effect", "refused"
 
 
 def reference() -> str:
-    """The table, from the bodies."""
-    names = sorted({*Chat.model_fields, *Completion.model_fields})
-    rows = [(code(name), state(Chat, name), state(Completion, name), remark(name)) for name in names]
-    return table(("field", "chat", "completions", "remarks"), rows)
+    """The tables, from the bodies."""
+    of_openai = fields({"chat": Chat, "completions": Completion})
+    return f"{of_openai}\n\n{fields({'messages': MessagesBody, 'responses': ResponsesBody})}"
 
 
-def state(kind: type[GenerationForm], name: str) -> str:
+def fields(bodies: dict[str, type[AnswerRequest]]) -> str:
+    """A table of the fields of two bodies."""
+    kinds = [*bodies.values()]
+    names = sorted({name for kind in kinds for name in kind.model_fields})
+    rows = [(code(name), *(state(kind, name) for kind in kinds), remark(kinds, name)) for name in names]
+    return table(("field", *bodies, "remarks"), rows)
+
+
+def state(kind: type[AnswerRequest], name: str) -> str:
     """What becomes of a field in the body of an endpoint."""
     field = kind.model_fields.get(name)
     if field is None:
@@ -32,11 +41,12 @@ def state(kind: type[GenerationForm], name: str) -> str:
     return SERVED
 
 
-def remark(name: str) -> str:
+def remark(kinds: list[type[AnswerRequest]], name: str) -> str:
     """What the code says of a field, and which values of a refused one are taken."""
-    owners = [it for kind in (Chat, Completion) for it in kind.__mro__ if name in vars(it).get("__annotations__", {})]
+    owners = [it for kind in kinds for it in kind.__mro__ if name in vars(it).get("__annotations__", {})]
     said = [field_comments(owner).get(name, "") for owner in dict.fromkeys(owners)]
-    values = dict.fromkeys(neutral(kind.model_fields[name]) for kind in (Chat, Completion) if name in kind.model_fields)
+    said = [*dict.fromkeys(said)]
+    values = dict.fromkeys(neutral(kind.model_fields[name]) for kind in kinds if name in kind.model_fields)
     return "; ".join([*(text for text in said if text), *(f"may be {value}" for value in values if value)])
 
 

@@ -19,7 +19,7 @@ GATEWAY = configured("outrider.config:GatewayConfig", *RAY, variables=OBSERVED)
 
 
 def gateway(context: typer.Context) -> None:
-    """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
+    """Serve OpenAI's API (/v1/completions, /v1/chat/completions, /v1/responses) and Anthropic's (/v1/messages).
 
     The gateway forwards its callers' API keys to the router.
     """
