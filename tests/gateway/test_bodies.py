@@ -71,6 +71,41 @@ PARSED = {  # the worst that is parsed
     "text": filled('{"model":"target","prompt":"', "\\n" * (2 * MIB - 100), '"}', count=1),
 }  # fmt: skip
 
+SENT = '{"model":"target","max_tokens":1,"messages":['
+USED, RESULT = (
+    '{"type":"tool_use","id":"","name":"","input":{}}',
+    '{"type":"tool_result","tool_use_id":"","content":[]}',
+)
+GIVEN = '{"model":"target","input":['
+MADE = '{"type":"function_call","call_id":"","name":"","arguments":""}'
+LEAF = '{"x":[' + ",".join(['{"type":"a"}'] * 120) + "]}"
+OF_OTHER_APIS = {  # the worst that is parsed, by path
+    "/v1/messages": (
+        filled(f'{SENT}{{"role":"user","content":[', PART, "]}]}", count=MOST.containers - 4),
+        filled(f'{SENT}{{"role":"user","content":[', RESULT, "]}]}", count=MOST.containers // 2 - 4),
+        filled(f'{SENT}{{"role":"assistant","content":[', USED, ']},{"role":"user","content":"x"}]}', count=5000),
+        filled(
+            f'{SENT}{{"role":"user","content":"x"}}],"tools":[',
+            f'{{"name":"f","input_schema":{LEAF}}}',
+            "]}",
+            count=127,
+        ),
+    ),
+    "/v1/responses": (
+        filled(
+            f'{GIVEN}{{"role":"user","content":[', '{"type":"input_text","text":""}', "]}]}", count=MOST.containers - 4
+        ),
+        filled(GIVEN, MADE, "]}", count=4096),
+        filled(f'{GIVEN}{{"type":"reasoning","encrypted_content":"outrider:', "A" * (3 * MIB), '"}]}', count=1),
+        filled(
+            '{"model":"target","input":"x","stream":true,"tools":[',
+            f'{{"type":"function","name":"f","parameters":{LEAF}}}',
+            "]}",
+            count=127,
+        ),
+    ),
+}
+
 
 @asynccontextmanager
 async def served(redis_url: str) -> AsyncIterator[GatewayProcess]:
@@ -83,8 +118,8 @@ async def served(redis_url: str) -> AsyncIterator[GatewayProcess]:
         yield gateway
 
 
-async def post(gateway: GatewayProcess, body: bytes) -> httpx.Response:
-    path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
+async def post(gateway: GatewayProcess, body: bytes, path: str = "") -> httpx.Response:
+    path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
     headers = {"content-type": "application/json"}
     async with httpx.AsyncClient(base_url=f"http://{gateway.address}", timeout=60) as web:
         return await web.post(path, content=body, headers=headers)
@@ -111,6 +146,18 @@ async def test_the_worst_bodies_of_twelve_callers_keep_within_documented_memory(
             answers = await asyncio.gather(*(post(gateway, body) for _ in range(CALLERS)))
             assert {answer.status_code for answer in answers} <= {400, 429}, name
             assert not any("has more than" in answer.text for answer in answers), name  # it was parsed
+        assert gateway.peak_bytes - held < PEAK
+        assert await stalls([gateway.page]) == {gateway.page: 0}
+
+
+@pytest.mark.parametrize("path", OF_OTHER_APIS)
+async def test_the_worst_bodies_of_other_apis_keep_within_documented_memory(redis_url: str, path: str) -> None:
+    async with served(redis_url) as gateway:
+        held = gateway.forget_peak()
+        for place, body in enumerate(OF_OTHER_APIS[path]):
+            answers = await asyncio.gather(*(post(gateway, body, path) for _ in range(CALLERS)))
+            assert {answer.status_code for answer in answers} <= {400, 429}, place
+            assert not any("has more than" in answer.text for answer in answers), place  # it was parsed
         assert gateway.peak_bytes - held < PEAK
         assert await stalls([gateway.page]) == {gateway.page: 0}
 
