@@ -18,6 +18,7 @@ from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import NamedAdapters
 from outrider.store.api_keys import Keys
+from outrider.store.kept_responses import KeptResponses
 from outrider.store.redis.client import connect
 from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import Registry
@@ -87,6 +88,9 @@ async def _serve(
     worker_pool = WorkerPool(Registry(client), config.zone, tls)
     background = BackgroundTasks()
     admission = Admission(config, worker_pool.capacity)
+    storage = TenantStorage(
+        client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
+    )
     router = RouterContext(
         models=models,
         adapters=AdapterDirectory(
@@ -99,9 +103,8 @@ async def _serve(
                 client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s
             ),
             events=SessionEvents(client),
-            storage=TenantStorage(
-                client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
-            ),
+            storage=storage,
+            responses=KeptResponses(client, config.session_ttl_s, storage),
             clock=clock,
         ),
         decoding=DecodeResources(

@@ -214,6 +214,20 @@ class AsyncClient:
         """Take an adapter's name away. Sessions that have it go on. Raises Forbidden as `load_adapter`; NotFound."""
         await self._router.ask("UnloadAdapter", wire.UnloadAdapterRequest(name=name), timeout)
 
+    async def keep_response(self, response_id: str, items: bytes, *, timeout: float | None = None) -> None:
+        """Keep a conversation up to a response, as gateways do. It expires as a session does.
+
+        Raises InvalidRequest for more than 1 MiB, Overloaded where the tenant keeps too much.
+        """
+        request = wire.KeepResponseRequest(id=_wire.encodable("id", response_id), items=items)
+        await self._router.ask("KeepResponse", request, timeout)
+
+    async def find_response(self, response_id: str, *, timeout: float | None = None) -> bytes:
+        """Return a conversation that was kept. Raises NotFound."""
+        request = wire.FindResponseRequest(id=_wire.encodable("id", response_id))
+        items: bytes = (await self._router.ask("FindResponse", request, timeout)).items
+        return items
+
     async def check_key(self, api_key: str, *, timeout: float | None = None) -> str:
         """Return the tenant of a key, which need not be the client's own; empty where callers need no key.
 

@@ -14,7 +14,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from outrider.client import AsyncStream
+from outrider.client import AsyncClient, AsyncStream
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
@@ -24,7 +24,7 @@ from outrider.gateway.apis.choices import chat_format, completion_format
 from outrider.gateway.apis.messages import CountBody, MessagesBody
 from outrider.gateway.apis.messages_format import messages_format
 from outrider.gateway.apis.responses import ResponsesBody
-from outrider.gateway.apis.responses_format import responses_format
+from outrider.gateway.apis.responses_format import earlier_items, responses_format
 from outrider.gateway.apis.tokens import DetokenizeBody, TokenizeBody, tokenized
 from outrider.gateway.bodies import LargeBodies, parse_body, read_body, small_body
 from outrider.gateway.clients import TenantClients
@@ -45,7 +45,7 @@ from outrider.rpc.supervision import keep_running
 READING = ["GET", "HEAD"]
 
 BodyT = TypeVar("BodyT", bound=AnswerRequest)
-MakeFormat = Callable[[BodyT, ResponseTerms], AnswerFormat]
+MakeFormat = Callable[[BodyT, ResponseTerms, AsyncClient], AnswerFormat]
 
 
 def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: CertificateExpiry | None = None) -> FastAPI:
@@ -95,15 +95,17 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
         """Return what is asked for, its format, and the streams of the answers. What else the body has is kept by these
         alone."""
         body, client = await read_body(request), clients.client(request)
-        async with large.turn(len(body)):
-            parsed = await parse_body(kind, body)
+        earlier = await earlier_items(body, large.turn(len(body)), client) if kind is ResponsesBody else b""
+        body_of(request).receive(2 * len(earlier))  # it is held until it is kept again, with the answer
+        async with large.turn(len(body) + len(earlier)):
+            parsed = (await parse_body(kind, body)).following(earlier)
             terms = parsed.terms
             body_of(request).copy(terms.n)  # each answer's call of the router has the prompt
             options = parsed.options()
             request.state.names = terms.names
             await asyncio.sleep(0)
             groups = await streams(client, parsed.prompts, terms.n, options, config.timeout_s)
-            format_ = make_format(parsed, terms)
+            format_ = make_format(parsed, terms, client)
             del parsed, options
         await bounds.reserve(answers_of(request), terms, sum(map(len, groups)), client)
         return terms, format_, groups

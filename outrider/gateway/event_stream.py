@@ -54,7 +54,7 @@ async def server_sent_events(
                 for event in format_.events(part):
                     yield event
             part = await anext(parts, None)
-        for event in format_.last():
+        for event in await format_.last():
             yield event
     except OutriderError as error:
         for event in format_.failed(refusal(error, names)):

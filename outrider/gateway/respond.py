@@ -77,7 +77,7 @@ async def answer(
         )
         for index in range(count)
     ]
-    content = body_pieces(format_.body(generations))
+    content = body_pieces(await format_.body(generations))
     return StreamingResponse(content, media_type="application/json", headers=_headers(asked))
 
 

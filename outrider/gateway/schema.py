@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -178,6 +178,10 @@ class AnswerRequest(RequestBody):
     def prompts(self) -> Sequence[Prompt]:
         """One or several prompts, as text or token ids; None: the messages."""
         return [None]
+
+    def following(self, kept: bytes) -> Self:
+        """Return the request behind the conversation that it continues, which is empty but for responses."""
+        return self
 
     @property
     def terms(self) -> ResponseTerms:

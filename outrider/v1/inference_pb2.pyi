@@ -354,6 +354,30 @@ class DetokenizeResponse(_message.Message):
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
+class KeepResponseRequest(_message.Message):
+    __slots__ = ("id", "items")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    items: bytes
+    def __init__(self, id: _Optional[str] = ..., items: _Optional[bytes] = ...) -> None: ...
+
+class KeepResponseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FindResponseRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class FindResponseResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: bytes
+    def __init__(self, items: _Optional[bytes] = ...) -> None: ...
+
 class GetSessionRequest(_message.Message):
     __slots__ = ("session_id",)
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

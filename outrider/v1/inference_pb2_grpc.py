@@ -101,6 +101,16 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.KeepResponse = channel.unary_unary(
+                '/outrider.v1.Inference/KeepResponse',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.KeepResponseRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.KeepResponseResponse.FromString,
+                _registered_method=True)
+        self.FindResponse = channel.unary_unary(
+                '/outrider.v1.Inference/FindResponse',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.FindResponseRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.FindResponseResponse.FromString,
+                _registered_method=True)
         self.CheckKey = channel.unary_unary(
                 '/outrider.v1.Inference/CheckKey',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.SerializeToString,
@@ -205,6 +215,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepResponse(self, request, context):
+        """Keeps a conversation up to a response, for later requests of the tenant: gateways do that. It expires as a session does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindResponse(self, request, context):
+        """Returns what was kept. NOT_FOUND for an unknown, an expired, and another tenant's response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckKey(self, request, context):
         """Succeeds if the caller's API key is accepted, and does nothing else. Gateways judge their callers' keys by it.
         """
@@ -279,6 +303,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'KeepResponse': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepResponse,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.KeepResponseRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.KeepResponseResponse.SerializeToString,
+            ),
+            'FindResponse': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindResponse,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.FindResponseRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.FindResponseResponse.SerializeToString,
             ),
             'CheckKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckKey,
@@ -638,6 +672,60 @@ class Inference:
             '/outrider.v1.Inference/Detokenize',
             outrider_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepResponse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/KeepResponse',
+            outrider_dot_v1_dot_inference__pb2.KeepResponseRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.KeepResponseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindResponse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/FindResponse',
+            outrider_dot_v1_dot_inference__pb2.FindResponseRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.FindResponseResponse.FromString,
             options,
             channel_credentials,
             insecure,

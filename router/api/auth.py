@@ -29,10 +29,11 @@ MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sam
 MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
-_LONG = {  # methods whose messages have prompts
+_LONG = {  # methods whose messages have texts
     "/outrider.v1.Inference/Generate": wire.GenerateRequest.DESCRIPTOR,
     "/outrider.v1.Inference/Tokenize": wire.TokenizeRequest.DESCRIPTOR,
     "/outrider.v1.Inference/Detokenize": wire.DetokenizeRequest.DESCRIPTOR,
+    "/outrider.v1.Inference/KeepResponse": wire.KeepResponseRequest.DESCRIPTOR,
 }
 _HEALTH_PREFIX = "/grpc.health."
 _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs

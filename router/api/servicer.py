@@ -219,6 +219,21 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context), self._span(context, "Detokenize"):
             return await detokenize(request, self._router, caller_tenant())
 
+    async def KeepResponse(
+        self, request: pb.KeepResponseRequest, context: Context[Any, Any]
+    ) -> pb.KeepResponseResponse:
+        """Keep a conversation."""
+        async with errors_as_status(context):
+            await self._router.store.responses.keep(caller_tenant(), request.id, request.items)
+            return pb.KeepResponseResponse()
+
+    async def FindResponse(
+        self, request: pb.FindResponseRequest, context: Context[Any, Any]
+    ) -> pb.FindResponseResponse:
+        """Return a conversation that was kept."""
+        async with errors_as_status(context):
+            return pb.FindResponseResponse(items=await self._router.store.responses.find(caller_tenant(), request.id))
+
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Context[Any, Any]) -> pb.CheckKeyResponse:
         """Return the tenant of the caller's key, which was judged before."""
         async with errors_as_status(context):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from outrider.config import RouterConfig
 from outrider.core.control.drafters.tier_selection import TierSwitch
 from outrider.limits.fair_turns import LoopTurns
+from outrider.store.kept_responses import KeptResponses
 from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
@@ -33,6 +34,7 @@ class SessionStore:
     sessions: Sessions
     events: SessionEvents
     storage: TenantStorage
+    responses: KeptResponses
     clock: RedisClock
 
     def owner(self) -> str:

@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import Message
 
 from outrider.gateway import respond
-from outrider.store.keys import Keys
+from outrider.store.api_keys import Keys
 from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.gateway.scripted import CALL, SAID, prompt_of, writing
 from tests.router.fakes import FakeVerifier

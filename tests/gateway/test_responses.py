@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from outrider.gateway import respond
+from outrider.store.api_keys import Keys
 from tests.gateway.conftest import GatewayHarness, gateway_harness
 from tests.gateway.scripted import CALL, SAID, prompt_of, writing
 from tests.router.fakes import FakeVerifier
@@ -62,7 +63,7 @@ async def test_a_response_has_its_reasoning_text_and_calls_whole_and_streamed(
         ]
         assert (response.status, response.object, response.model) == ("completed", "response", "target")
         assert response.id.startswith("resp_")
-        assert (response.instructions, response.metadata, response.store) == ("Be brief.", {"a": "b"}, False)  # type: ignore[attr-defined]
+        assert (response.instructions, response.metadata, response.store) == ("Be brief.", {"a": "b"}, True)  # type: ignore[attr-defined]
         assert response.usage is not None
         assert response.usage.output_tokens == len(harness.verifier.script)
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
@@ -169,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "reasoning", "encrypted_content": "outrider:%"}]}, "encrypted_content: is not as the gateway"),
     ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search'"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "a choice of type 'allowed_tools'"),
-    ({"previous_response_id": "resp_1"}, "Unsupported parameter: 'previous_response_id'"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id: response 'resp_1' is not known"),
     ({"conversation": "conv_1"}, "Unsupported parameter: 'conversation'"),
     ({"background": True}, "Unsupported parameter: 'background'"),
     ({"truncation": "auto"}, "Unsupported parameter: 'truncation'"),
@@ -179,6 +180,79 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"nothing": 1}}, "Unrecognized request argument supplied: nothing"),
     ({"input": "x " * 9000}, "input: has"),
 ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_continued_with_all_that_it_had(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    asked: Any = {"model": "target", "tools": TOOLS}
+    async with writing(redis_url, tmp_path, SAID, monkeypatch) as harness:
+
+        async def respond_to(**more: Any) -> Response:
+            if stream:
+                return (await streamed(harness, **asked, **more))[0]
+            response: Response = await harness.client.responses.create(**asked, **more)
+            return response
+
+        first = await respond_to(input="Time?", instructions="Be brief.")
+        assert first.store is True  # type: ignore[attr-defined]
+        call: Any = first.output[-1]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+        second = await respond_to(input=[output], previous_response_id=first.id, instructions="Be kind.")
+        assert second.previous_response_id == first.id
+        third = await respond_to(input="Thanks.", previous_response_id=second.id, store=False)
+        turns = prompt_of(harness).partition("<tool_call>\n")[2]
+        said_once = (
+            f'<think>Hm, a zone.</think>I look.<call>{call.call_id} {{"name": "time", "arguments": {{"zone": "CET"}}}}'
+        )
+        assert turns.startswith(f"<user>Time?\n<assistant>{said_once}\n<tool>noon{call.call_id}\n<assistant><think>")
+        assert turns.endswith("\n<user>Thanks.\n<assistant>")
+        assert "Be " not in turns  # instructions are those of their request alone
+        assert third.store is False  # type: ignore[attr-defined]
+        again = await respond_to(input="Thanks.", previous_response_id=first.id, store=False)  # another branch
+        assert again.previous_response_id == first.id
+        for unknown in (third.id, f"{first.id}x"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await respond_to(input="x", previous_response_id=unknown)
+            assert refused.value.param == "previous_response_id"
+        async with httpx.AsyncClient(base_url=harness.url) as web:
+            body = '{"model": "target", "input": "x", "\\u0070revious_response_id": "' + first.id + '"}'
+            hidden = await web.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert "without escapes" in hidden.json()["error"]["message"]  # it is not answered without its beginning
+
+
+async def test_a_response_is_its_tenants_alone_and_expires(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with writing(redis_url, tmp_path, ANSWER, monkeypatch) as first:
+        assert first.url
+    models, script = {"target": tmp_path / "model"}, FakeVerifier(SCRIPT)
+    kept: dict[str, Any] = {"auth": "keys", "session_ttl_s": 2.0, "models": models}
+    async with gateway_harness(redis_url, script, **kept) as harness:
+        one, two = [(await Keys(harness.rig.client).add(name))[0] for name in ("one", "two")]
+        asked: Any = {"model": "target", "input": "x", "max_output_tokens": 16}
+        mine, theirs = (harness.client.with_options(api_key=key) for key in (one, two))
+        response = await mine.responses.create(**asked)
+        with pytest.raises(openai.BadRequestError, match="is not known"):
+            await theirs.responses.create(**asked, previous_response_id=response.id)
+        await mine.responses.create(**asked, previous_response_id=response.id)
+        await asyncio.sleep(2.1)
+        with pytest.raises(openai.BadRequestError, match="may have expired"):
+            await mine.responses.create(**asked, previous_response_id=response.id)
+
+
+async def test_a_response_that_cannot_be_kept_says_so_and_is_whole(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with writing(redis_url, tmp_path, ANSWER, monkeypatch) as first:
+        assert first.url
+    models, script = {"target": tmp_path / "model"}, FakeVerifier(SCRIPT)
+    async with gateway_harness(redis_url, script, models=models, tenant_stored_sessions=1) as harness:
+        asked: Any = {"model": "target", "input": "x", "max_output_tokens": 16}
+        whole = await harness.client.responses.create(**asked)
+    assert whole.store is False  # type: ignore[attr-defined]
+    assert whole.output_text
 
 
 @pytest.mark.parametrize("stream", [False, True])

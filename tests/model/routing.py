@@ -277,6 +277,7 @@ class Router:
                     sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
                     events=_NoEvents(),  # type: ignore[arg-type]
                     storage=_UnlimitedStorage(),  # type: ignore[arg-type]
+                    responses=_NoEvents(),  # type: ignore[arg-type]
                     clock=SimpleNamespace(now=lambda: clock.now),  # type: ignore[arg-type]
                 ),
                 decoding=DecodeResources(

@@ -32,6 +32,8 @@ REQUESTS: dict[str, Any] = {
     "CheckKey": pb.CheckKeyRequest(),
     "Tokenize": pb.TokenizeRequest(prompt=ask()),
     "Detokenize": pb.DetokenizeRequest(),
+    "KeepResponse": pb.KeepResponseRequest(id="resp_1", items=b"[]"),
+    "FindResponse": pb.FindResponseRequest(id="resp_1"),
     "Answers": pb.AnswersRequest(),
 }
 

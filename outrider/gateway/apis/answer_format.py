@@ -20,14 +20,14 @@ class AnswerFormat(Protocol):
     keep_alive: str  # event of a stream that waits
     keeps_text: bool  # a stream's last events have its whole text, which is held until then
 
-    def body(self, generations: Sequence[Generation]) -> Json:
+    async def body(self, generations: Sequence[Generation]) -> Json:
         """Return the body of complete answers; an iterator in it is a list (see `json_pieces`)."""
 
     def events(self, part: ReceivedPart) -> Iterable[str]:
         """Yield the events of a further part of a stream."""
 
-    def last(self) -> Iterable[str]:
-        """Yield the events behind the end of all answers."""
+    async def last(self) -> Iterable[str]:
+        """Return the events behind the end of all answers."""
 
     def failed(self, refusal: Refusal) -> Iterable[str]:
         """Yield the last events of a stream that fails."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from outrider.client import Generation
+from outrider.client import AsyncClient, Generation
 from outrider.gateway import serialize
 from outrider.gateway.apis.answer_format import KEEP_ALIVE, event
 from outrider.gateway.errors import Refusal
@@ -37,7 +37,7 @@ class ChoicesFormat:
         self._prompt_texts: defaultdict[int, PromptText] = defaultdict(PromptText)  # of those that are echoed
         self._ended: dict[int, Generation] = {}
 
-    def body(self, generations: Sequence[Generation]) -> Json:
+    async def body(self, generations: Sequence[Generation]) -> Json:
         choices = (self._form.complete(index, generation) for index, generation in enumerate(generations))
         more = self._form.whole(generations)
         return serialize.envelope(self._form.kind, **self._head, choices=choices, **self._cost(generations), **more)
@@ -59,11 +59,12 @@ class ChoicesFormat:
             for piece in self._form.last(index, serialize.reason(part.ended)):
                 yield self._event(piece)
 
-    def last(self) -> Iterator[str]:
-        if self._terms.include_usage:
-            generations = [self._ended[index] for index in sorted(self._ended)]
-            yield event(serialize.envelope(self._form.piece, **self._head, choices=[], **self._cost(generations)))
-        yield "data: [DONE]\n\n"
+    async def last(self) -> list[str]:
+        done = "data: [DONE]\n\n"
+        if not self._terms.include_usage:
+            return [done]
+        cost = self._cost([self._ended[index] for index in sorted(self._ended)])
+        return [event(serialize.envelope(self._form.piece, **self._head, choices=[], **cost)), done]
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
         yield event(refusal.body)
@@ -79,11 +80,11 @@ class ChoicesFormat:
         return {"usage": serialize.cost(generations, self._terms.n), **serialize.speculation(generations)}
 
 
-def completion_format(body: Completion, terms: ResponseTerms) -> ChoicesFormat:
+def completion_format(body: Completion, terms: ResponseTerms, client: AsyncClient) -> ChoicesFormat:
     """Return the format of a request of /v1/completions."""
     return ChoicesFormat(CompletionForm(terms), terms)
 
 
-def chat_format(body: Chat, terms: ResponseTerms) -> ChoicesFormat:
+def chat_format(body: Chat, terms: ResponseTerms, client: AsyncClient) -> ChoicesFormat:
     """Return the format of a request of /v1/chat/completions."""
     return ChoicesFormat(ChatForm(terms), terms)

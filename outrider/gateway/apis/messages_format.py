@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from outrider.client import FinishReason, Generation
+from outrider.client import AsyncClient, FinishReason, Generation
 from outrider.core.answers.call_reader import CONTENT, REASONING
 from outrider.gateway import serialize
 from outrider.gateway.apis import anthropic_errors
@@ -43,7 +43,7 @@ class MessagesFormat:
         self._begun = False
         self._blocks = BlockReader(CALL_PREFIX)
 
-    def body(self, generations: Sequence[Generation]) -> Json:
+    async def body(self, generations: Sequence[Generation]) -> Json:
         (generation,) = generations
         content, reasoning, calls = generation.parts
         blocks: list[Json] = []
@@ -66,8 +66,8 @@ class MessagesFormat:
             yield _event("message_delta", delta=_end(part.ended, called=self._blocks.called), **_cost(part.ended))
             yield _event("message_stop")
 
-    def last(self) -> Iterator[str]:
-        yield from ()
+    async def last(self) -> Iterable[str]:
+        return ()
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
         yield event(anthropic_errors.body(refusal.status, refusal.body["error"]["message"], ""), "error")
@@ -86,7 +86,7 @@ class MessagesFormat:
                 yield _event("content_block_stop", index=block.index)
 
 
-def messages_format(body: MessagesBody, terms: ResponseTerms) -> MessagesFormat:
+def messages_format(body: MessagesBody, terms: ResponseTerms, client: AsyncClient) -> MessagesFormat:
     """Return the format of a request of /v1/messages."""
     return MessagesFormat(terms.model, omits_thinking=body.thinking is not None and body.thinking.display == "omitted")
 

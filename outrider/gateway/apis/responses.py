@@ -1,19 +1,20 @@
 """The body of OpenAI's Responses API: /v1/responses.
 
-Fields that would change the answer, and are not served, are refused by name, as `schema` has it. Nothing is stored: a
-request has the whole conversation.
+Fields that would change the answer, and are not served, are refused by name, as `schema` has it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 
 from outrider.core.answers.formats import MAX_TOOLS
+from outrider.errors import InvalidRequest
 from outrider.gateway.apis.conversation import (
     ConversationForm,
     TypedPart,
@@ -208,7 +209,8 @@ class ResponsesBody(ConversationForm):
     prompt_cache_retention: NoEffect = None
     safety_identifier: NoEffect = None
     service_tier: NoEffect = None
-    store: NoEffect = None  # no response is stored
+    store: bool = True  # for a request that continues the response, for `session_ttl_s`; at most 1 MiB
+    previous_response_id: str | None = None  # its items come before `input`
     stream_options: NoEffect = None
     user: NoEffect = None
     background: Unserved = only(False)
@@ -217,10 +219,30 @@ class ResponsesBody(ConversationForm):
     conversation: Unserved = None
     image: Unserved = None
     moderation: Unserved = None
-    previous_response_id: Unserved = None
     prompt: Unserved = None
     top_logprobs: Unserved = only(0)
     truncation: Unserved = only("disabled")
+
+    def following(self, kept: bytes) -> Self:
+        """Return the request with the items of an earlier response before its own; `kept`: as `transcript` has them.
+
+        Raises InvalidRequest for too many, and where `previous_response_id` was overlooked as it is not spelled out.
+        """
+        if self.previous_response_id is None:
+            return self
+        if not kept:
+            raise InvalidRequest("previous_response_id", "must be spelled without escapes of JSON")
+        items = [*_KEPT.validate_json(kept), *self.input]
+        if len(items) > MOST_MESSAGES:
+            problem = f"has {len(items)} items with the earlier ones, must have at most {MOST_MESSAGES}"
+            raise InvalidRequest("input", problem)
+        return self.model_copy(update={"input": items})
+
+    @property
+    def transcript(self) -> str:
+        """The conversation's items, as JSON; empty if they are not to be kept."""
+        items = ({name: value for name, value in item if value is not None} for item in self.input)
+        return json.dumps([*items]) if self.store else ""
 
     @property
     def token_limit(self) -> int | None:
@@ -270,9 +292,9 @@ class ResponsesBody(ConversationForm):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self.store,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "tool_choice": choice.model_dump() if isinstance(choice, ResponsesToolChoice) else choice or "auto",
@@ -309,6 +331,9 @@ class ResponsesBody(ConversationForm):
         if LOGPROBS in (self.include or ()):
             raise ValueError(f"include: has {LOGPROBS}, which is not served here; leave it out")
         return self
+
+
+_KEPT = TypeAdapter(list[InputItem])
 
 
 class _AssistantTurn:

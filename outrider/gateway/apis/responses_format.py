@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
-from outrider.client import FinishReason, Generation
+from outrider.client import AsyncClient, FinishReason, Generation
 from outrider.core.answers.call_reader import CONTENT, REASONING
+from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.gateway import serialize
 from outrider.gateway.apis.answer_format import KEEP_ALIVE
 from outrider.gateway.apis.blocks import BlockChange, BlockEvent, BlockReader, StreamedBlock
 from outrider.gateway.apis.responses import ENCRYPTED, ResponsesBody, write_reasoning
+from outrider.gateway.bodies import parse_body
 from outrider.gateway.errors import Refusal
 from outrider.gateway.multiplex import ReceivedPart
 from outrider.gateway.schema import ResponseTerms
@@ -21,6 +26,12 @@ from outrider.gateway.serialize import Json
 CALL_PREFIX = "call_"
 PREFIXES = {REASONING: "rs_", CONTENT: "msg_"}  # of items' ids; those of calls have fc_
 DELTAS = {REASONING: "response.reasoning_text", CONTENT: "response.output_text"}
+KEEP_S = 5.0  # longest time to keep a conversation, or to find it
+
+Keep = Callable[[str, bytes], Awaitable[None]]  # keeps a conversation under an id; raises OutriderError
+
+log = logging.getLogger(__name__)
+
 CALL_DELTAS = "response.function_call_arguments"
 
 
@@ -30,18 +41,21 @@ class ResponsesFormat:
     keep_alive = KEEP_ALIVE
     keeps_text = True
 
-    def __init__(self, echo: Json, *, encrypts: bool) -> None:
-        """`echo`: what the response repeats of its request; `encrypts`: reasoning has `encrypted_content`."""
-        id_, created = f"resp_{secrets.token_hex(24)}", int(time.time())
+    def __init__(self, echo: Json, keep: Keep, transcript: str, *, encrypts: bool) -> None:
+        """`echo`: what the response repeats of its request; `keep` keeps the response's conversation under its id, of
+        which `transcript` has the beginning, unless that is empty; `encrypts`: reasoning has `encrypted_content`."""
+        self._response_id, created = f"resp_{secrets.token_hex(24)}", int(time.time())
         # As JSON, because a request's tools take many times the memory as objects.
-        self._echo = json.dumps({"id": id_, "object": "response", "created_at": created, **echo})
+        self._echo = json.dumps({"id": self._response_id, "object": "response", "created_at": created, **echo})
         self._encrypts = encrypts
+        self._keep, self._transcript = keep, transcript
+        self._ended: Generation | None = None
         self._blocks = BlockReader(CALL_PREFIX)
         self._events = 0
         self._items: list[Json] = []  # those that have ended
         self._id = ""  # of the item that is streamed
 
-    def body(self, generations: Sequence[Generation]) -> Json:
+    async def body(self, generations: Sequence[Generation]) -> Json:
         (generation,) = generations
         content, reasoning, calls = generation.parts
         texts = [(StreamedBlock(0, REASONING), reasoning), (StreamedBlock(0, CONTENT), content)]
@@ -52,7 +66,7 @@ class ResponsesFormat:
         items = [self._item(block, _item_id(block), "completed", text) for block, text in written]
         if items and generation.finish_reason is not FinishReason.STOP:
             items[-1]["status"] = "incomplete"
-        return {**json.loads(self._echo), **_ended(generation, items)}
+        return {**json.loads(self._echo), **_ended(generation, items), "store": await self._kept(items)}
 
     def events(self, part: ReceivedPart) -> Iterator[str]:
         if not self._events:
@@ -62,12 +76,12 @@ class ResponsesFormat:
         cut = part.ended is not None and part.ended.finish_reason is not FinishReason.STOP
         for change in self._blocks.read(part):
             yield from self._item_events(change, cut=cut)
-        if part.ended is not None:
-            ended = _ended(part.ended, self._items)
-            yield self._event(f"response.{ended['status']}", response=self._response(ended))
+        self._ended = part.ended
 
-    def last(self) -> Iterator[str]:
-        yield from ()
+    async def last(self) -> Iterator[str]:
+        assert self._ended is not None
+        ended = {**_ended(self._ended, self._items), "store": await self._kept(self._items)}
+        return iter([self._event(f"response.{ended['status']}", response=self._response(ended))])
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
         code = "rate_limit_exceeded" if refusal.status == 429 else "invalid_prompt"
@@ -77,6 +91,19 @@ class ResponsesFormat:
         }
         ended = {**_NOTHING, "status": "failed", "output": self._items, "error": error}
         yield self._event("response.failed", response=self._response(ended))
+
+    async def _kept(self, items: Sequence[Json]) -> bool:
+        """Keep the conversation, if that is wanted. Return whether it is kept: the answer does not depend on it."""
+        if not self._transcript:
+            return False
+        whole = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
+        written = [self._transcript[1:-1], *map(json.dumps, whole)]
+        try:
+            await self._keep(self._response_id, f"[{','.join(written)}]".encode())
+        except OutriderError as error:
+            log.info("a response is not kept: %s", error)
+            return False
+        return True
 
     def _item_events(self, changed: BlockEvent, *, cut: bool) -> Iterator[str]:
         """Yield the events of a change; `cut`: the answer has ended before its end."""
@@ -130,9 +157,26 @@ class ResponsesFormat:
         return f"event: {type_}\ndata: {text[:-1]}{more}}}\n\n"
 
 
-def responses_format(body: ResponsesBody, terms: ResponseTerms) -> ResponsesFormat:
+def responses_format(body: ResponsesBody, terms: ResponseTerms, client: AsyncClient) -> ResponsesFormat:
     """Return the format of a request of /v1/responses."""
-    return ResponsesFormat(body.echo, encrypts=ENCRYPTED in (body.include or ()))
+    keep = partial(client.keep_response, timeout=KEEP_S)
+    return ResponsesFormat(body.echo, keep, body.transcript, encrypts=ENCRYPTED in (body.include or ()))
+
+
+async def earlier_items(body: bytes, turn: AbstractAsyncContextManager[None], client: AsyncClient) -> bytes:
+    """Return the conversation that a request of /v1/responses continues; empty if it continues none. The request is
+    parsed in a `turn`, which has ended when the router is asked.
+
+    Raises InvalidRequest where the earlier response is not known.
+    """
+    if b"previous_response_id" not in body:
+        return b""
+    async with turn:
+        earlier = (await parse_body(ResponsesBody, body)).previous_response_id
+    try:
+        return b"" if earlier is None else await client.find_response(earlier, timeout=KEEP_S)
+    except NotFound as error:
+        raise InvalidRequest("previous_response_id", f"{error}; send the whole conversation") from None
 
 
 _NOTHING: Json = {"error": None, "incomplete_details": None, "usage": None}

@@ -47,7 +47,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
     "router": (
         _SESSIONS,
         Grant("RW~outrider:{leases}*", "evalsha zadd zrem zscore zrangebyscore set"),
-        Grant("RW~outrider:idempotency:*", "get set"),
+        Grant("RW~outrider:idempotency:* RW~outrider:responses:*", "get set"),
         Grant("R~outrider:{workers}:*", "smembers mget"),
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # ids of entries that have expired
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),

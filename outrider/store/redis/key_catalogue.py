@@ -5,6 +5,7 @@ KEYS = {
     "outrider:{*}:log": "a session's tokens; with each commit, before a client gets it",
     "outrider:{leases}*": "when sessions' leases end; with each lease that begins, is renewed or is given up",
     "outrider:idempotency:*": "the session of a request with an idempotency key; with the request",
+    "outrider:responses:*": "the conversation up to a response of the gateway's, unless its request has `store: false`",
     "outrider:{workers}:id:*": "a verifier's announcement; every `heartbeat_s`",
     "outrider:{workers}:ids": "the ids of verifiers; with each announcement",
     "outrider:{workers}:drafter-id:*": "a drafter's announcement; every `heartbeat_s`",
