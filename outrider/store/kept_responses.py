@@ -35,7 +35,7 @@ class KeptResponses:
         Overloaded where the tenant keeps too much."""
         if len(items) > MOST_BYTES:
             raise InvalidRequest("items", f"have {len(items)} bytes, must have at most {MOST_BYTES}")
-        name = _name(tenant, response_id)
+        name = _response_name(tenant, response_id)
         await self._storage.reserve(tenant, f"response/{name}", 0, OVERHEAD_BYTES + len(items), new=True)
         with redis_errors(self._redis):
             await self._redis.set(_key(name), items, px=self._ttl_ms)
@@ -43,13 +43,13 @@ class KeptResponses:
     async def find(self, tenant: str, response_id: str) -> bytes:
         """Return what `keep` stored. Raises NotFound for an unknown, an expired and another tenant's response."""
         with redis_errors(self._redis):
-            items: Any = await self._redis.get(_key(_name(tenant, response_id)))
+            items: Any = await self._redis.get(_key(_response_name(tenant, response_id)))
         if items is None:
             raise NotFound(f"response {response_id!r} is not known; it may have expired (session_ttl_s)")
         return bytes(items)
 
 
-def _name(tenant: str, response_id: str) -> str:
+def _response_name(tenant: str, response_id: str) -> str:
     if not 1 <= len(response_id) <= MOST_CHARACTERS:
         raise InvalidRequest("id", f"must have 1 to {MOST_CHARACTERS} characters")
     return hashlib.sha256(json.dumps([tenant, response_id]).encode()).hexdigest()[:40]

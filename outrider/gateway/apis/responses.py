@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from outrider.core.answers.formats import MAX_TOOLS
 from outrider.errors import InvalidRequest
@@ -232,7 +232,10 @@ class ResponsesBody(ConversationForm):
             return self
         if not kept:
             raise InvalidRequest("previous_response_id", "must be spelled without escapes of JSON")
-        items = [*_KEPT.validate_json(kept), *self.input]
+        try:
+            items = [*_KEPT.validate_json(kept), *self.input]
+        except ValidationError:
+            raise InvalidRequest("previous_response_id", "is of another version; send the whole conversation") from None
         if len(items) > MOST_MESSAGES:
             problem = f"has {len(items)} items with the earlier ones, must have at most {MOST_MESSAGES}"
             raise InvalidRequest("input", problem)

@@ -26,6 +26,7 @@ from outrider.gateway.serialize import Json
 CALL_PREFIX = "call_"
 PREFIXES = {REASONING: "rs_", CONTENT: "msg_"}  # of items' ids; those of calls have fc_
 DELTAS = {REASONING: "response.reasoning_text", CONTENT: "response.output_text"}
+MOST_KEPT = 2**20 - 2  # characters of a conversation that routers keep
 KEEP_S = 5.0  # longest time to keep a conversation, or to find it
 
 Keep = Callable[[str, bytes], Awaitable[None]]  # keeps a conversation under an id; raises OutriderError
@@ -97,9 +98,11 @@ class ResponsesFormat:
         if not self._transcript:
             return False
         whole = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
-        written = [self._transcript[1:-1], *map(json.dumps, whole)]
+        written = ",".join([self._transcript[1:-1], *map(json.dumps, whole)])
+        if len(written) > MOST_KEPT:
+            return False
         try:
-            await self._keep(self._response_id, f"[{','.join(written)}]".encode())
+            await self._keep(self._response_id, f"[{written}]".encode())
         except OutriderError as error:
             log.info("a response is not kept: %s", error)
             return False
