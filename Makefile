@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
 NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
-.PHONY: demo test test-all lane-1 lane-2 lane-3 test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
+.PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
@@ -51,6 +51,11 @@ coverage: $(STAMP)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage json --quiet -o build/coverage/report.json
 	$(BIN)/python -m tests.covered build/coverage/report.json
+
+# Other people's client programs, in their current releases, against a gateway, with drafters and without (docs/clients.md).
+# Ten minutes; each client has an environment of its own in .clients. ARGS names some of them.
+test-clients: $(STAMP)
+	$(BIN)/python -m tests.clients $(ARGS)
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
@@ -146,7 +151,7 @@ typescript:
 	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .lane-*.log build mutants site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .clients .lane-*.log build mutants site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
