@@ -6,6 +6,7 @@ Other APIs' responses have them in another shape.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +33,7 @@ from outrider.gateway import schema
 from outrider.gateway.apis import anthropic_errors
 from outrider.gateway.transport.request_ids import REQUEST_ID
 
-ALTERNATIVES = ("str", "list[", "function-", "constrained-")  # in a path: of the types of a field, what pydantic tried
+ALTERNATIVE = re.compile(r"str|(list|function-|constrained-).*[\[\]].*")  # in a path: a type that was tried
 NO_NAMES: Final[Mapping[str, str]] = {}
 
 
@@ -107,10 +108,11 @@ def invalid(error: RequestValidationError) -> dict[str, Any]:
     """Return the JSON for a malformed request body: its first error, in OpenAI's words."""
     errors = error.errors()
     entry = next((it for it in errors if it["type"] == schema.UNSUPPORTED), errors[0])
-    path = [str(part) for part in entry["loc"] if not str(part).startswith(ALTERNATIVES)]
+    path = [str(part) for part in entry["loc"] if not ALTERNATIVE.fullmatch(str(part))]
     match entry["type"]:
         case "extra_forbidden":
-            return body(f"Unrecognized request argument supplied: {'.'.join(path)}", "invalid_request_error")
+            message = f"Unrecognized request argument supplied: {'.'.join(path)}"
+            return body(message, "invalid_request_error", ".".join(path))
         case "missing":
             return body(f"you must provide a {'.'.join(path)} parameter", "invalid_request_error", ".".join(path))
         case "json_invalid":

@@ -126,7 +126,7 @@ INVALID: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
     ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
-    ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
+    ({"extra_body": {"guided": 1}}, 400, "guided", "Unrecognized request argument supplied: guided"),
     (
         {"extra_body": {"outrider": {"gamma": 1}}},
         400,
