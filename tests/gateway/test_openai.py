@@ -130,7 +130,7 @@ INVALID: list[tuple[dict[str, Any], int, str | None, str]] = [
     (
         {"extra_body": {"outrider": {"gamma": 1}}},
         400,
-        None,
+        "outrider.gamma",
         "Unrecognized request argument supplied: outrider.gamma",
     ),
     ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
