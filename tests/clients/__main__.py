@@ -28,6 +28,7 @@ from tests.e2e.test_tools import TEMPLATE
 FLOWS = Path(__file__).parent / "flows"
 ENVIRONMENTS = FLOWS.parents[2] / ".clients"
 FLOW_S = 240.0
+INSTALLS = 3  # attempts
 
 
 @asynccontextmanager
@@ -55,10 +56,11 @@ def installed(flows: Path) -> list[str | Path]:
             shutil.copytree(flows, folder)
             subprocess.run(["npm", "ci", "--silent", "--prefix", folder], check=True)
         else:
-            uv = [sys.executable, "-m", "uv", "--quiet"]
-            found = os.environ.get("PIP_FIND_LINKS")  # uv has variables of its own
-            subprocess.run([*uv, "venv", "--python", sys.executable, folder], check=True)
-            install = [*uv, "pip", "install", "--python", python, "--requirement", packages]
+            uv, pip = ([sys.executable, "-m", tool] for tool in ("uv", "pip"))
+            asked = [*pip, "config", "get", "global.find-links"]  # uv does not read pip's configuration
+            found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+            subprocess.run([*uv, "--quiet", "venv", "--python", sys.executable, folder], check=True)
+            install = [*uv, "--quiet", "pip", "install", "--python", python, "--requirement", packages]
             subprocess.run([*install, *(["--find-links", found] if found else [])], check=True)
         made_of.write_text(packages.read_text())
     if not node:
@@ -70,7 +72,13 @@ def installed(flows: Path) -> list[str | Path]:
 
 async def run(flows: Path, addresses: dict[str, str]) -> bool:
     """Run the flows of a folder, and return whether they are right."""
-    command = await asyncio.to_thread(installed, flows)
+    for left in reversed(range(INSTALLS)):
+        try:
+            command = await asyncio.to_thread(installed, flows)
+            break
+        except subprocess.CalledProcessError:  # of a registry that did not answer
+            if not left:
+                raise
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="outrider-client-") as folder:
         environment = {"PATH": os.environ["PATH"], "HOME": folder, **addresses}
