@@ -131,6 +131,7 @@ class RouterConfig(GrpcConfig):
     tool_formats: dict[str, ToolFormatName] = {}  # how models write calls of tools; left out: as templates show
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
+    failover_wait_s: float = Field(default=600.0, ge=0)  # how long an answer that has begun waits for a verifier
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for this time loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     adapter_loaders: tuple[str, ...] = ()  # tenants that may load and unload adapters; *: all

@@ -227,11 +227,12 @@ class AdmissionSlot:
             tokens.take(self.ticket.tenant, prompt + output)
 
     async def retake(self, refused: str) -> None:
-        """Give back a slot that a verifier refused, and wait for another one before all other requests.
+        """Wait for a slot before all other requests, in place of one that a verifier refused or that was released.
 
         Raises as `Admission.slot`.
         """
-        self._give_back()
+        if self.held:
+            self._give_back()
         await self._take(QueueClass.RESUMED, refused)
 
     async def rejoin_queue(self) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import get_args
 
 from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack_keys
@@ -47,6 +48,7 @@ class WorkerPool:
         self._seen_at = float("-inf")  # monotonic time of that read
         self._registry_error: OutriderError | None = None  # why the last read failed
         self._refresh_lock = asyncio.Lock()
+        self._listing_changed = asyncio.Event()  # set, and replaced, when workers were added to the list or left it
         self.channels = WorkerChannels(tls)
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
         self._suspects: dict[str, float] = {}  # worker id -> end of the suspicion
@@ -116,6 +118,12 @@ class WorkerPool:
         """Return the number of listed workers by role. A role without workers has a 0, which must be shown, too."""
         listed = [worker.role for worker in self._listed]
         return {role: listed.count(role) for role in get_args(Role)}
+
+    async def listing_change(self, within_s: float) -> None:
+        """Wait until a worker is added to the list or leaves it, at most `within_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._listing_changed.wait()
 
     async def refresh(self) -> None:
         """Read the registry. If the certificate was renewed, later calls use the new one."""
@@ -199,7 +207,11 @@ class WorkerPool:
                     self._registry_error = error
                 else:
                     self._registry_error = None
+                    before = {it.worker_id for it in self._listed}
                     self._listed = [it for it in workers if not it.draining and it.worker_id not in self._draining_ids]
+                    if before != {it.worker_id for it in self._listed}:
+                        self._listing_changed.set()
+                        self._listing_changed = asyncio.Event()
                     await self._forget(workers)
                 self._seen_at = began
             if self._registry_error is not None:

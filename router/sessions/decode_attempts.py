@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 
 from outrider.core.session.contract import FinishReason
 from outrider.errors import DeadlineExceeded, Moved, OutriderError, Overloaded, Unavailable
 from outrider.limits.fair_queue import AdmissionTicket
+from outrider.rpc.backoff import pause_s
 from outrider.store.registry import Worker
 from router.scheduling.admission import AdmissionSlot
-from router.scheduling.workers import matching_verifiers
 from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump
 from router.sessions.context import DecodeResources
 from router.sessions.outbox import NOT_READ, ClientWatch, Outbox
@@ -24,10 +25,17 @@ from router.sessions.verifier_client import DecodeStream
 from router.sessions.verifier_stream import open_stream
 
 MAX_FAILURES = 4  # verifiers in a row that fail without a token, before the client gets the error
-VERIFIER_WAIT_S = 30.0  # how long a generation whose verifier drains waits for another verifier
-VERIFIER_CHECK_S = 0.2  # between two checks for a verifier
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0  # pauses between attempts at verifiers that are listed and refuse
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Outage:
+    """The time in which a generation that has begun reaches no verifier."""
+
+    give_up: float  # monotonic time
+    attempts: int = 0  # at verifiers that were listed
 
 
 class DecodeAttempts:
@@ -59,13 +67,14 @@ class DecodeAttempts:
         self._slot = slot
         self._outbox = outbox
         self._on_started = on_started
-        self._stream: DecodeStream | None = None
+        self._stream: DecodeStream | None = None  # of the latest attempt
         self._stalled: list[str] = []  # worker ids of the verifiers that stood still
         self._standby = None
         if resources.config.standby:
             self._standby = Standby(resources, opened.model, opened.record.tenant, opened.turn.contract.adapter)
         self._waiting: asyncio.Task[None] | None = None  # the wait between two verifier streams
-        self._started = False
+        self._begun = False  # a verifier has begun the response: it is worth waiting for another one
+        self._outage: _Outage | None = None  # since no verifier can be reached
         self._halted: FinishReason | OutriderError | None = None  # why `run` has to stop early
         self._following = False  # `run` is processing commits
         self._yielding = False  # its slot goes to other requests until its client has caught up
@@ -74,6 +83,7 @@ class DecodeAttempts:
     async def run(self, token_log: TokenLog) -> FinishReason:
         """Decode the response, on one verifier after the other if need be."""
         failures = 0
+        self._begun = token_log.origin is not None
         wait_first: Callable[[], Coroutine[None, None, None]] | None = None
         while self._opened.response.reason is None:  # a verifier may have failed between its last commit and the end
             before = self._opened.response.position
@@ -101,14 +111,19 @@ class DecodeAttempts:
                 if wait_first is not None:
                     raise
                 wait_first = partial(self._held_slot.retake, str(error))
-            except Moved as error:
-                await self._lose_verifier(token_log, error, logging.INFO)
-                wait_first = partial(self._wait_for_verifier, token_log)
             except Unavailable as error:
-                failures = 1 if self._opened.response.position > before else failures + 1
-                if wait_first is not None or not self._started or failures >= MAX_FAILURES:
+                moved = isinstance(error, Moved)
+                self._begun |= moved
+                if wait_first is not None or not self._begun:
                     raise
-                await self._lose_verifier(token_log, error, logging.WARNING)
+                if self._stream is None or not self._stream.opened:
+                    wait_first = partial(self._wait_for_verifier, error)
+                    continue
+                if not moved:
+                    failures = 1 if self._opened.response.position > before else failures + 1
+                    if failures >= MAX_FAILURES:
+                        raise
+                await self._lose_verifier(token_log, error, logging.INFO if moved else logging.WARNING)
         return self._opened.response.reason
 
     def halt(self, why: FinishReason | OutriderError) -> None:
@@ -163,20 +178,29 @@ class DecodeAttempts:
         await self._held_slot.rejoin_queue()
         await token_log.reacquire()  # fences the verifier that it left, which may not have noticed
 
-    async def _wait_for_verifier(self, token_log: TokenLog) -> None:
-        """Wait until a verifier can go on with the text. Raises Unavailable if there is none for VERIFIER_WAIT_S."""
-        give_up = time.monotonic() + VERIFIER_WAIT_S
-        while True:
-            try:
-                await matching_verifiers(self._resources.worker_pool, self._opened.model, token_log.origin)
-                return
-            except Unavailable:
-                if time.monotonic() > give_up:
-                    raise
-            await asyncio.sleep(VERIFIER_CHECK_S)
+    async def _wait_for_verifier(self, error: Unavailable) -> None:
+        """Wait, without a slot, until a verifier is worth an attempt: one has come, or a listed one had a pause.
+
+        Raises `error`, for which no verifier could be reached, once the outage has lasted `failover_wait_s`; and as
+        `AdmissionSlot.retake`.
+        """
+        pool = self._resources.worker_pool
+        if self._outage is None:
+            self._outage = _Outage(time.monotonic() + self._resources.config.failover_wait_s)
+            log.info("session %s waits for a verifier: %s", self._opened.record.session_id, error)
+        self._held_slot.release()
+        longest_s = pause_s(self._outage.attempts, FIRST_RETRY_S, LONGEST_RETRY_S)
+        self._outage.attempts += 1
+        while (left_s := self._outage.give_up - time.monotonic()) > 0.0:
+            listed = pool.capacity(self._opened.model.name) is not None
+            await pool.listing_change(min(left_s, longest_s) if listed else left_s)
+            if pool.capacity(self._opened.model.name) is not None:
+                return await self._held_slot.retake(str(error))
+        raise error
 
     async def _decode_on_one_verifier(self, token_log: TokenLog) -> FinishReason:
         """Decode the rest of the response on one verifier."""
+        self._stream = None
         attempt = open_stream(
             self._resources,
             self._opened,
@@ -189,7 +213,7 @@ class DecodeAttempts:
         )
         async with attempt as stream:
             self.kv_holder = stream.worker.worker_id
-            self._started = True
+            self._begun, self._outage = True, None
             self._on_started(stream.worker, stream.cached)
             self._following = True
             try:

@@ -63,7 +63,7 @@ async def open_stream(
                 return
         except (Unavailable, Overloaded) as error:
             worker_pool.on_failure(worker, error)
-            if isinstance(error, Stalled):
+            if isinstance(error, Stalled) and stream.opened:
                 stalled.append(worker.worker_id)
                 if len(stalled) > MAX_STALLS:
                     raise InternalError(

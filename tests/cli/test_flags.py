@@ -59,6 +59,7 @@ SECTIONS: dict[str, Section] = {
         drain_s=1.0,
         window=5,
         session_ttl_s=6,
+        failover_wait_s=8.0,
         lease_s=0.5,
         resume_ttl_s=7.0,
         adapter_loaders=("acme", "ops"),

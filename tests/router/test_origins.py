@@ -38,12 +38,11 @@ async def details(call: Any, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     ("other", "named"), OTHERS, ids=["weights", "dtype", "unknown-weights", "protocol", "no-protocol"]
 )
 async def test_a_text_never_continues_at_a_verifier_that_might_change_it(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], named: str, moves: bool
+    redis_url: str, other: dict[str, Any], named: str, moves: bool
 ) -> None:
-    monkeypatch.setattr("router.sessions.decode_attempts.VERIFIER_WAIT_S", 0.5)
     first, foreign, same = (FakeVerifier(SCRIPT, pace_s=0.02) for _ in range(3))
     first.moves_after = 5 if moves else None
-    async with running_router(redis_url) as rig, AsyncExitStack() as stack:
+    async with running_router(redis_url, failover_wait_s=0.5) as rig, AsyncExitStack() as stack:
         async with announced(first, rig.registry, MODEL.digest, **SAME) as worker:
             call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
             session = (await call.read()).started.session_id
@@ -69,7 +68,7 @@ async def test_a_text_never_continues_at_a_verifier_that_might_change_it(
 
 async def test_a_text_without_a_recorded_origin_is_not_continued(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
-    async with running_router(redis_url) as rig, announced(first, rig.registry, MODEL.digest):
+    async with running_router(redis_url, failover_wait_s=0.2) as rig, announced(first, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
         session = (await call.read()).started.session_id
         await call.read()

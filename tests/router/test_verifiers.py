@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import grpc
 import grpc.aio
@@ -16,11 +16,13 @@ from router.sessions.maintenance import REFRESH_S
 from tests.router.fakes import FakeStream, FakeVerifier, announced
 from tests.router.rig import (
     ANSWER,
+    FOLDER,
     MODEL,
     SCRIPT,
     ask,
     collect,
     drain,
+    finished_reason,
     released,
     running_router,
 )
@@ -111,7 +113,7 @@ async def test_verifiers_that_die_do_not_count_as_standing_still(redis_url: str)
 
 async def test_a_client_without_verifiers_gets_the_error_and_can_resume(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
-    async with running_router(redis_url) as rig:
+    async with running_router(redis_url, failover_wait_s=0.2) as rig:
         async with announced(first, rig.registry, MODEL.digest) as worker:
             call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
             session_id = (await call.read()).started.session_id
@@ -129,6 +131,52 @@ async def test_a_client_without_verifiers_gets_the_error_and_can_resume(redis_ur
             )
             _, chunks, _ = await collect(rig.stub.Resume(rest))
             assert ANSWER[: chunk.text_offset] + "".join(part.text for part in chunks) == ANSWER
+
+
+@pytest.mark.parametrize("announced_on", [False, True], ids=["withdrawn", "still-listed"])
+async def test_an_answer_waits_without_a_slot_for_its_only_verifier_to_come_back(
+    redis_url: str, announced_on: bool
+) -> None:
+    first, second, other = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
+    models = {"target": FOLDER, "other": FOLDER}
+    async with running_router(redis_url, models=models, max_sessions=1, lease_s=1.0) as rig:
+        async with announced(first, rig.registry, MODEL.digest) as worker:
+            request = ask(max_tokens=len(SCRIPT))
+            request.model = "target"
+            call = rig.stub.Generate(request)
+            session_id = (await call.read()).started.session_id
+            events = [await call.read()]
+        if not announced_on:
+            await rig.registry.withdraw(worker)
+        waiting = asyncio.create_task(drain(call, events))
+        async with announced(other, rig.registry, MODEL.digest, model="other"):
+            await asyncio.sleep(2 * REFRESH_S + 1.2)  # longer than the lease, which the wait renews
+            request = ask(max_tokens=2)
+            request.model = "other"
+            await collect(rig.stub.Generate(request))
+        assert not waiting.done()
+        async with announced(second, rig.registry, MODEL.digest):
+            await waiting
+        assert "".join(event.chunk.text for event in events) == ANSWER
+        assert len(second.starts) == 1
+        assert (await rig.sessions.get(session_id)).finished
+
+
+async def test_an_answer_that_waits_for_a_verifier_ends_with_its_deadline_or_its_caller(redis_url: str) -> None:
+    async with running_router(redis_url) as rig:
+        async with announced(FakeVerifier(SCRIPT, pace_s=0.02), rig.registry, MODEL.digest) as worker:
+            late, left = (rig.stub.Generate(ask(max_tokens=60), timeout=timeout) for timeout in (1.5, None))
+            sessions = [(await call.read()).started.session_id for call in (late, left)]
+            for call in (late, left):
+                await call.read()
+        await rig.registry.withdraw(worker)
+        await asyncio.sleep(0.5)
+        left.cancel()
+        await released(rig, sessions[1])
+        assert not (await rig.sessions.get(sessions[1])).finished
+        with suppress(grpc.aio.AioRpcError):
+            await drain(late)
+        assert await finished_reason(rig, sessions[0]) == "deadline"
 
 
 async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url: str) -> None:
