@@ -59,6 +59,7 @@ class AsyncStream:
         self._call: GeneratingCall | None = None  # the running one
         self._waiting: GeneratingCall | asyncio.Task[None] | None = None
         self.keeps_answer = True  # set to False before the stream begins: its result has no text, tokens and the like
+        self.discards_unread = False  # set to True: a cancelled generation leaves none of its tokens in the session
         self._result: Generation | None = None
         self._over = False  # nothing is left to cancel
         self._end_reason = ""  # set when this client ended the stream
@@ -223,8 +224,9 @@ class AsyncStream:
         session_id = self.session_id or self._answer.request.session_id
         try:
             if self._waiting is not None and session_id:
+                request = wire.CancelRequest(session_id=session_id, discard=self.discards_unread)
                 with suppress(OutriderError, RuntimeError):  # RuntimeError: the client is closed
-                    await self._router.ask("Cancel", wire.CancelRequest(session_id=session_id), CANCEL_TIMEOUT_S)
+                    await self._router.ask("Cancel", request, CANCEL_TIMEOUT_S)
         finally:
             self._settle()
 

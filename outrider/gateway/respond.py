@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from io import StringIO
+from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
@@ -54,6 +55,8 @@ async def answer(
             raise
         events = server_sent_events(format_, asked.names, held, first, parts)
         return EventStream(events, parts, _headers(asked))
+    for stream in chain.from_iterable(groups):  # whoever leaves has received nothing
+        stream.discards_unread = True
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
     prompts, prompt_texts = [list[bytes]() for _ in range(count)], [PromptText() for _ in range(count)]

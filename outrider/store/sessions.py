@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any
 
 from outrider.core.session.contract import OFF, Plan
-from outrider.core.session.digest import EMPTY
+from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.protocol import Origin
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
@@ -378,10 +378,17 @@ class OwnedSession:
         async with self._lock:
             await self._run("release", self._length, usage)
 
-    async def finish(self, reason: str, usage: str) -> None:
-        """Write the log's last entry and give the lease up. Repeating it changes nothing."""
+    async def finish(self, reason: str, usage: str, kept: Sequence[int] | None = None) -> None:
+        """Write the log's last entry and give the lease up. Repeating it changes nothing.
+
+        `kept`: all tokens before the generation's response, which is dropped; None: it is kept.
+        """
+        dropping: tuple[Any, ...] = ()
         async with self._lock:
-            await self._run("finish", self._length, reason, usage)
+            if kept is not None:
+                self._length = len(kept)
+                dropping = pack(kept), await offload_if_long(kept, extend, EMPTY, kept)
+            await self._run("finish", self._length, reason, usage, *dropping)
         if self.lease is not None:
             self._sessions.leases.queue_removal(self.lease)
             self.lease = None

@@ -421,10 +421,12 @@ class Session(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., length: _Optional[int] = ..., digest: _Optional[int] = ..., generation: _Optional[int] = ..., running: _Optional[bool] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., answer_position: _Optional[int] = ..., epoch: _Optional[int] = ..., verifier: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "discard")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    discard: bool
+    def __init__(self, session_id: _Optional[str] = ..., discard: _Optional[bool] = ...) -> None: ...
 
 class WatchSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -164,23 +164,24 @@ class RunningCalls:
         finally:
             if self.running.get(generation.session_id) is generation:
                 del self.running[generation.session_id]
-            self._settle_storage(opened)
+            self._settle_storage(opened, discarded=generation.discarded)
 
-    def _settle_storage(self, opened: OpenedGeneration) -> None:
+    def _settle_storage(self, opened: OpenedGeneration, *, discarded: bool) -> None:
         """Count what an ended generation has written, instead of all that it might have."""
         storage, response = self._router.store.storage, opened.response
         if opened.token_log is None or not storage.bounded:
             return
-        record, answer = opened.record, response.position - response.start
+        record, answer = opened.record, 0 if discarded else response.position - response.start
         size = generation_bytes(response.start - opened.logged, opened.turn, answer)
         self._spawn(storage.settle(record.tenant, record.session_id, record.generation, size))
 
-    async def cancel(self, tenant: str, session_id: str) -> None:
-        """Cancel the generation of a tenant's session, if it runs here or is about to."""
+    async def cancel(self, tenant: str, session_id: str, *, discard: bool = False) -> None:
+        """Cancel the generation of a tenant's session, if it runs here or is about to. `discard`: drop the tokens of
+        its response."""
         await self.pending.cancel(tenant, session_id)
         generation = self.running.get(session_id)
         if generation is not None and generation.tenant == tenant:
-            await generation.cancel()
+            await generation.cancel(discard=discard)
 
     def begin_drain(self) -> None:
         """End running and new calls with Moved, so that clients resume at another router."""

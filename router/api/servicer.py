@@ -137,8 +137,8 @@ class GenerateServicer(InferenceServicer):
         """End a generation, wherever it runs."""
         async with errors_as_status(context), self._span(context, "Cancel"):
             tenant = caller_tenant()
-            await self.calls.cancel(tenant, request.session_id)
-            await self._takeovers.end(tenant, request.session_id)  # another router may run it
+            await self.calls.cancel(tenant, request.session_id, discard=request.discard)
+            await self._takeovers.end(tenant, request.session_id, discard=request.discard)  # another router may run it
             return pb.CancelResponse()
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:

@@ -109,6 +109,10 @@ class WorkerPool:
         """Return whether a worker is listed and has not failed lately."""
         return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
 
+    def serves(self, model: str) -> bool:
+        """Return whether a verifier of a model was listed at the last read."""
+        return bool(self._verifiers_of(model))
+
     @property
     def listed(self) -> tuple[Worker, ...]:
         """The workers that were there at the last read."""

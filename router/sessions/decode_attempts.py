@@ -184,7 +184,7 @@ class DecodeAttempts:
         Raises `error`, for which no verifier could be reached, once the outage has lasted `failover_wait_s`; and as
         `AdmissionSlot.retake`.
         """
-        pool = self._resources.worker_pool
+        pool, model = self._resources.worker_pool, self._opened.model.name
         if self._outage is None:
             self._outage = _Outage(time.monotonic() + self._resources.config.failover_wait_s)
             log.info("session %s waits for a verifier: %s", self._opened.record.session_id, error)
@@ -192,9 +192,8 @@ class DecodeAttempts:
         longest_s = pause_s(self._outage.attempts, FIRST_RETRY_S, LONGEST_RETRY_S)
         self._outage.attempts += 1
         while (left_s := self._outage.give_up - time.monotonic()) > 0.0:
-            listed = pool.capacity(self._opened.model.name) is not None
-            await pool.listing_change(min(left_s, longest_s) if listed else left_s)
-            if pool.capacity(self._opened.model.name) is not None:
+            await pool.listing_change(min(left_s, longest_s) if pool.serves(model) else left_s)
+            if pool.serves(model):
                 return await self._held_slot.retake(str(error))
         raise error
 

@@ -50,6 +50,8 @@ class OwnedGeneration:
         self._slot = slot
         self._response = opened.response
         self._started = False
+        self.discarded = False  # whether the session keeps no token of the response
+        self._discards = False  # what `cancel` has asked for
         self._handed_on = False  # its slot was already handed to a call that takes it over
         self._outbox = outbox
         self._attempts = DecodeAttempts(
@@ -126,8 +128,10 @@ class OwnedGeneration:
         """Return what is estimated of this generation, and of the drafters of its tree."""
         return self._attempts.pump.estimates()
 
-    async def cancel(self) -> None:
-        """End the generation and wait for its end: no new step starts for it, and `run` finishes."""
+    async def cancel(self, *, discard: bool = False) -> None:
+        """End the generation and wait for its end: no new step starts for it, and `run` finishes. `discard`: the
+        session keeps no token of the response, unless that has ended before."""
+        self._discards |= discard
         self.stop()
         await self.ended.wait()
 
@@ -149,7 +153,8 @@ class OwnedGeneration:
         assert token_log is not None  # the generation has not ended
         try:
             reason = await self._attempts.run(token_log)
-            await token_log.finish(reason.value, self._response.usage.dump())
+            self.discarded = self._discards and reason is FinishReason.CANCELLED
+            await token_log.finish(reason.value, self._response.usage.dump(), discard=self.discarded)
         except Superseded:
             record = await self._store.sessions.get(self.session_id)
             if not record.finished or record.generation != self._opened.record.generation:

@@ -188,14 +188,16 @@ class Takeovers:
             self._background.spawn(owned.release(record.usage))  # for the next owner
             raise
 
-    async def end(self, tenant: str, session_id: str) -> None:
-        """End the generation of a tenant's session; the router that owns it learns of this with its next write."""
+    async def end(self, tenant: str, session_id: str, *, discard: bool = False) -> None:
+        """End the generation of a tenant's session; the router that owns it learns of this with its next write.
+        `discard`: drop the response's tokens."""
         sessions = self._store.sessions
         record = await open_record(sessions, tenant, session_id)
         if record.turn is None or record.finished:
             return
+        kept = (await sessions.read(session_id)).tokens[: record.turn.answer_position] if discard else None
         owned = await sessions.acquire(session_id, record.epoch, self._store.owner())
-        await owned.finish(FinishReason.CANCELLED.value, record.usage)
+        await owned.finish(FinishReason.CANCELLED.value, record.usage, kept)
 
     async def _resumable(self, record: SessionRecord, generation: int) -> SessionTurn:
         """Return the turn of a session's latest generation.

@@ -98,9 +98,11 @@ class TokenLog:
         """Raise our epoch, which fences a lost verifier. Restores what Redis may have lost."""
         await self._retry_until_durable(lambda: self._owned.restore(self.record, self.tokens, bytes(self.logprobs)))
 
-    async def finish(self, reason: str, usage: str) -> None:
-        """Write the log's last entry."""
-        await self._retry_until_durable(lambda: self._owned.finish(reason, usage))
+    async def finish(self, reason: str, usage: str, *, discard: bool = False) -> None:
+        """Write the log's last entry. `discard`: drop the response's tokens."""
+        turn = self.record.turn
+        kept = self.tokens[: turn.answer_position] if discard and turn is not None else None
+        await self._retry_until_durable(lambda: self._owned.finish(reason, usage, kept))
 
     async def release(self, usage: str) -> None:
         """Give the session up; its generation can be resumed."""

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+import outrider
 from outrider.client import AsyncStream, Chunk, _calls
 from tests.gateway.conftest import gateway_harness
 from tests.router import fakes
@@ -44,6 +45,29 @@ async def test_a_client_that_disconnects_ends_all_of_its_answers(redis_url: str,
         for start in harness.verifier.starts:
             assert await finished_reason(harness.rig, start.session_id) == "cancelled"
         await until(lambda: not ours() and harness.metrics.running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_session_keeps_what_a_client_that_leaves_has_received_and_no_more(redis_url: str, stream: bool) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with gateway_harness(redis_url, verifier) as harness, outrider.AsyncClient(harness.rig.address) as client:
+        session = await client.create_session()
+        first = await client.generate("a = 1\n", session=session.session_id, max_tokens=4)
+        asked = {"model": "target", "prompt": "b", "stream": stream, "outrider": {"session": session.session_id}}
+        async with httpx.AsyncClient(base_url=harness.url) as web:
+            asking = asyncio.create_task(_read(web, asked))
+            await until(lambda: len(verifier.starts) == 2 and verifier.steps > 10)
+            asking.cancel()
+        assert await finished_reason(harness.rig, session.session_id) == "cancelled"
+        kept, record = await harness.rig.sessions.read(session.session_id), await client.get_session(session.session_id)
+        assert record.length == len(kept.tokens)
+        answer = kept.tokens[verifier.starts[1].answer_position :]
+        assert list(answer) == (SCRIPT[: len(answer)] if stream else [])
+        assert bool(answer) is stream
+        assert len(kept.tokens) > len(first.token_ids) + 1
+        again = await client.generate("c", session=session.session_id, max_tokens=4)
+        assert list(again.token_ids) == SCRIPT[:4]
+        assert verifier.starts[2].tokens[: len(kept.tokens)] == list(kept.tokens)
 
 
 async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:

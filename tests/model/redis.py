@@ -246,10 +246,10 @@ class Owned:
             owned = self._now()
             await self._ask("release", lambda: owned.release(usage))
 
-    async def finish(self, reason: str, usage: str) -> None:
+    async def finish(self, reason: str, usage: str, kept: Sequence[int] | None = None) -> None:
         async with self._turns:
             owned = self._now()
-            await self._ask("finish", lambda: owned.finish(reason, usage))
+            await self._ask("finish", lambda: owned.finish(reason, usage, kept))
 
     async def restore(self, record: SessionRecord, tokens: Sequence[int], logprobs: bytes) -> None:
         """A look and a compare-and-set, as the real one does it."""

@@ -215,6 +215,13 @@ class Fleet:
     def on_failure(self, worker: Worker, error: OutriderError) -> None:
         self._suspects = {worker.worker_id}
 
+    def serves(self, model: str) -> bool:
+        return True
+
+    async def listing_change(self, within_s: float) -> None:
+        """The list never changes."""
+        await asyncio.sleep(within_s)
+
     def capacity(self, model: str) -> int | None:
         return None
 

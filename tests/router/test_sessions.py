@@ -392,3 +392,39 @@ async def test_a_take_over_that_fails_leaves_no_lease(redis_url: str, monkeypatc
         monkeypatch.undo()
         _, chunks, _ = await collect(rig.stub.Resume(resume(session)))
         assert "".join(chunk.text for chunk in chunks) == ANSWER
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["its-router", "another-router"])
+async def test_a_cancel_that_discards_leaves_a_session_whose_next_turn_follows_the_prompt(
+    redis_url: str, elsewhere: bool
+) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with (
+        running_router(redis_url) as one,
+        running_router(redis_url) as two,
+        announced(verifier, one.registry, MODEL.digest),
+    ):
+        call = one.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        session = (await call.read()).started.session_id
+        await call.read()
+        cancel = pb.CancelRequest(session_id=session, discard=True)
+        for _ in range(2):  # the second finds that it has ended
+            await (two if elsewhere else one).stub.Cancel(cancel)
+        record, prompt = await one.sessions.get(session), verifier.starts[0].tokens
+        log = await one.sessions.read(session)
+        assert (list(log.tokens), log.finished) == (list(prompt), "cancelled")
+        assert (record.length, record.digest) == (len(prompt), extend(EMPTY, prompt))
+        request = ask("b", max_tokens=4)
+        request.session_id = session
+        verifier.pace_s = 0
+        started, chunks, _ = await collect(two.stub.Generate(request))
+        assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT[:4]
+        assert started.session_id == session
+        assert list(verifier.starts[-1].tokens[: len(prompt)]) == list(prompt)
+
+
+async def test_an_answer_that_has_ended_is_not_discarded(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
+        await rig.stub.Cancel(pb.CancelRequest(session_id=started.session_id, discard=True))
+        assert list((await rig.sessions.read(started.session_id)).tokens[-4:]) == SCRIPT[:4]

@@ -251,11 +251,16 @@ class Owned:
             resumable = self._store.now() + self._store.resume_ttl_s
             session.record = replace(session.record, usage=usage, resumable=resumable)
 
-    def finish(self, reason: str, usage: str) -> None:
+    def finish(self, reason: str, usage: str, kept: Sequence[int] | None = None) -> None:
+        if kept is not None:
+            self.length = len(kept)
         session = self._owned(self.length)
         self._store.touch(session)
         record = session.record
         if record.running:
+            if kept is not None:
+                session.tokens, session.logprobs, session.ends = [*kept], [b""] * len(kept), {}
+                record = replace(record, length=len(kept), digest=extend(EMPTY, kept))
             session.ends[record.generation] = (record.length, reason)
             record = replace(record, finished=reason, usage=usage)
         session.record = replace(record, lease=0.0, resumable=0.0)

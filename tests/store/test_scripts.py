@@ -207,10 +207,13 @@ class Agreement(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         what=st.sampled_from((("renew",), ("release", "usage 1"), ("finish", "stop", "usage 2"))),
+        discard=st.booleans(),
         again=st.booleans(),
     )
-    def hold_or_end(self, data: Any, what: tuple[str, ...], again: bool) -> None:
-        self.own_call(self.owner(data), what[0], what[1:], {}, again)
+    def hold_or_end(self, data: Any, what: tuple[str, ...], discard: bool, again: bool) -> None:
+        owner = self.owner(data)
+        kept = (text(0, owner.answer),) if discard and what[0] == "finish" and owner.answer else ()
+        self.own_call(owner, what[0], (*what[1:], *kept), {}, again)
 
     @precondition(lambda self: self.owners)
     @rule(
