@@ -22,6 +22,7 @@ class ReceivedAnswer:
         self.schema = schema
         self.terms = terms
         self.started: wire.Started | None = None
+        self.follows = False  # another call runs the request
         self._chunks: list[Chunk] = []
         self._next: tuple[int, int] | None = None  # position and text offset after the last chunk
 
@@ -30,10 +31,12 @@ class ReceivedAnswer:
         """How the model writes its answer, once the first event has arrived."""
         return ModelForm(self.started.tool_format, self.started.reasoning) if self.started else PLAIN_FORM
 
-    def next_request(self) -> GenerationRequest:
+    def next_request(self, *, broke_off: bool = False) -> GenerationRequest:
         """Return the request of a call that goes on behind the last chunk; before the first event, that of the first
-        call, whose idempotency key prevents a second generation."""
+        call, whose idempotency key prevents a second generation. `broke_off`: the last call did, and not in order."""
         if self.started is None:
+            if isinstance(self.request, wire.GenerateRequest):
+                self.request.broke_off = broke_off and not self.follows
             return self.request
         position, offset = self._resume_point()
         return wire.ResumeRequest(

@@ -54,12 +54,14 @@ class AsyncStream:
         self._begun = False
         self._calls = 0  # since the last chunk
         self._moves = 0  # since the last chunk: calls that a router ended because it shuts down in order
+        self._broke_off = False  # a call of this stream ended without order
         self._refusals = 0  # for lack of capacity
         self._resumes = 0
         self._call: GeneratingCall | None = None  # the running one
         self._waiting: GeneratingCall | asyncio.Task[None] | None = None
         self.keeps_answer = True  # set to False before the stream begins: its result has no text, tokens and the like
         self.discards_unread = False  # set to True: a cancelled generation leaves none of its tokens in the session
+        self.stays_resumable = False  # set to True: when it is left, its generation stays for a repeated request
         self._result: Generation | None = None
         self._over = False  # nothing is left to cancel
         self._end_reason = ""  # set when this client ended the stream
@@ -157,6 +159,8 @@ class AsyncStream:
         if event is None:
             raise Unavailable("the router ended the stream without a result")
         match event.WhichOneof("event"):
+            case "following":
+                self._answer.follows = True
             case "started":
                 self._answer.started = self._answer.started or event.started
             case "chunk":
@@ -177,11 +181,13 @@ class AsyncStream:
         self._calls += 1
         left = self._left()
         timeout = None if left is None else max(left, 0.0)
-        return self._router.generate(self._answer.next_request(), timeout, trace_metadata(self._span))
+        request = self._answer.next_request(broke_off=self._broke_off)
+        return self._router.generate(request, timeout, trace_metadata(self._span))
 
     async def _pause(self, error: Unavailable | Overloaded) -> None:
         """Wait before the next call. Raises the error if another call cannot help or would come after the timeout."""
         self._call = None
+        self._broke_off |= isinstance(error, Unavailable) and not isinstance(error, Moved)
         if self._end_reason:
             raise Cancelled(self._end_reason)
         if isinstance(error, Overloaded):
@@ -223,7 +229,7 @@ class AsyncStream:
         """Cancel the generation on the router. A call that only breaks off would stay resumable for a while."""
         session_id = self.session_id or self._answer.request.session_id
         try:
-            if self._waiting is not None and session_id:
+            if self._waiting is not None and session_id and not self.stays_resumable:
                 request = wire.CancelRequest(session_id=session_id, discard=self.discards_unread)
                 with suppress(OutriderError, RuntimeError):  # RuntimeError: the client is closed
                     await self._router.ask("Cancel", request, CANCEL_TIMEOUT_S)

@@ -41,10 +41,13 @@ async def streams(
     seeded = options  # one answer's seed is drawn by the router, so that a repeated request is the same one
     if count > 1 and options.get("seed") is None:
         seeded = {**options, "seed": secrets.randbits(64)}
+    # Equal requests with this key may wait for the answer, or come when the client has left. A session is wanted again.
+    repeatable = options.get("idempotency_key") is not None and options.get("session") is None
     groups = []
     for prompt in prompts:
         first = client.stream(prompt, timeout=timeout_s, **seeded)
         first.keeps_answer = False  # what has to be kept `respond.answer` collects
+        first.stays_resumable = repeatable
         groups.append([first, *(first.with_choice(choice) for choice in range(1, n))])
         await asyncio.sleep(0)  # a request may have megabytes: others have their turns in between
     return groups

@@ -18,7 +18,7 @@ PRIORITY_INTERACTIVE: Priority
 PRIORITY_BATCH: Priority
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables")
+    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables", "broke_off")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    BROKE_OFF_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -47,7 +48,8 @@ class GenerateRequest(_message.Message):
     route: AnswerRoute
     tools: Tools
     template_variables: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ...) -> None: ...
+    broke_off: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ..., broke_off: _Optional[bool] = ...) -> None: ...
 
 class Tools(_message.Message):
     __slots__ = ("definitions", "required", "name", "single")
@@ -187,14 +189,20 @@ class Speculation(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., depth: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "chunk", "finished")
+    __slots__ = ("started", "chunk", "finished", "following")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     started: Started
     chunk: Chunk
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    following: Following
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ...) -> None: ...
+
+class Following(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("session_id", "model", "seed", "prompt_tokens", "generation", "cached_tokens", "forked_from", "rule", "lossy", "tool_format", "reasoning")

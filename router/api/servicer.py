@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from outrider.store.sessions import SessionRecord
 from outrider.store.tenant_storage import SESSION_BYTES
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
-from router.api.answer_streams import NAME_BYTES, AnswerStreams
+from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
 from router.api.auth import caller_tenant
 from router.api.messages import adapter_to_pb, session_to_pb
 from router.api.running_calls import RunningCalls
@@ -29,9 +30,9 @@ from router.counters.request_metrics import RequestMetrics
 from router.reporting.step_stream import StepStreams
 from router.requests.requests import GenerateParams, find_model, parse
 from router.requests.served_models import ServedModel
-from router.scheduling.admission import OUTPUT_WEIGHT, AnswerLimit
+from router.scheduling.admission import OUTPUT_WEIGHT, AnswerLimit, FollowerLimit
 from router.sessions.context import RouterContext
-from router.sessions.session_open import GenerationOpener
+from router.sessions.session_open import GenerationOpener, RequestRuns
 from router.sessions.takeover import ClientPosition, Takeovers, open_record, resumed_policy
 
 MAX_INCOMPATIBLE = 64  # workers of no use that a model's description names
@@ -56,6 +57,7 @@ class GenerateServicer(InferenceServicer):
         self._opener = GenerationOpener(store=store, worker_pool=pool, takeovers=self._takeovers)
         self.calls = RunningCalls(router, self._takeovers)
         self._answers = AnswerLimit(self._config)
+        self._followers = FollowerLimit(self._config)
         self._answer_streams = AnswerStreams()
         self.steps = StepStreams(store=store, models=router.models, worker_pool=pool)
 
@@ -88,13 +90,21 @@ class GenerateServicer(InferenceServicer):
                 AsyncExitStack() as stack,
             ):
                 pending = stack.enter_context(self.calls.pending.register(tenant, session_id))
-                admitted = stack.enter_async_context(self._router.admission.slot(self._ticket(params, remaining)))
-                slot = await pending.wait_for(admitted)
-                metrics.on_admitted(slot.since)
-                answering.enter_context(self._answers.hold(tenant))
-                if session is not None and time.monotonic() - arrived > STALE_S:
-                    session = await self._find_session(tenant, session_id)
-                opened = await self._opener.begin(params, session, deadline)
+                admitted, opened = await stack.enter_async_context(AsyncExitStack()), None
+                ticket = self._ticket(params, remaining)
+                while opened is None:
+                    slot = await pending.wait_for(admitted.enter_async_context(self._router.admission.slot(ticket)))
+                    metrics.on_admitted(slot.since)
+                    answering.enter_context(self._answers.hold(tenant))
+                    if session is not None and time.monotonic() - arrived > STALE_S:
+                        session = await self._find_session(tenant, session_id)
+                    try:
+                        opened = await self._opener.begin(params, session, deadline)
+                    except RequestRuns as running:
+                        await admitted.aclose()
+                        await answering.aclose()
+                        await pending.wait_for(self._follow(tenant, running.session_id, writer))
+                        ticket = replace(ticket, priority=QueueClass.RESUMED)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
                 await self.calls.run(opened, slot, outbox, writer, metrics, pending)
@@ -241,6 +251,13 @@ class GenerateServicer(InferenceServicer):
 
     async def _find_session(self, tenant: str, session_id: str) -> SessionRecord | None:
         return await open_record(self._router.store.sessions, tenant, session_id) if session_id else None
+
+    async def _follow(self, tenant: str, session_id: str, writer: AnswerWriter) -> None:
+        """Wait while another call runs the same request. Raises Overloaded where too many wait, Moved when this router
+        shuts down."""
+        with self._followers.hold(tenant):
+            await writer.write(pb.GenerateResponse(following=pb.Following()))
+            await self._opener.ended_or_ownerless(session_id, closed=lambda: self._router.admission.closed)
 
     def _route(self, route: pb.AnswerRoute) -> tuple[bytes, int] | None:
         """Return the stream and the handle that a call's events go to; None: they go on the call itself.

@@ -68,6 +68,7 @@ class GenerateParams:
     priority: QueueClass
     tenant: str = ""
     context: int = 0  # the longest of the model's verifiers; 0: not known
+    broke_off: bool = False  # the caller's earlier call of this request broke before any event
 
     @property
     def estimated_prompt_tokens(self) -> int:
@@ -141,6 +142,7 @@ def parse(
         whole_history=request.whole_history,
         idempotency_key=request.idempotency_key,
         fingerprint=_fingerprint(request),
+        broke_off=request.broke_off,
         tenant=tenant,
         context=context,
         priority=_priority(request.priority),
@@ -370,4 +372,5 @@ def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     content.idempotency_key = ""
     content.priority = inference_pb2.PRIORITY_UNSPECIFIED
     content.ClearField("route")
+    content.broke_off = False
     return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()

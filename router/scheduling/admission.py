@@ -58,6 +58,11 @@ class Admission:
         self.rates = CallRates(config, clock)
 
     @property
+    def closed(self) -> bool:
+        """Whether this router shuts down."""
+        return self._closed
+
+    @property
     def held(self) -> int:
         """Slots in use."""
         return self._held.total()
@@ -206,6 +211,14 @@ class AnswerLimit(ConcurrencyLimit):
         problem = "too many responses are unread; read those that you requested"
         of_tenant = config.max_sessions + config.queue
         super().__init__(problem, 2 * of_tenant, of_key=of_tenant, retry_s=DEFAULT_RETRY_S)
+
+
+class FollowerLimit(ConcurrencyLimit):
+    """Bounds how many requests wait for the answers of equal ones, as the queue does for those that wait for slots."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        problem = "too many requests wait for the answers of others with their idempotency keys"
+        super().__init__(problem, config.queue, of_key=config.queue_per_tenant, retry_s=DEFAULT_RETRY_S)
 
 
 class AdmissionSlot:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, Unavailable
+from outrider.errors import Busy, Conflict, InvalidRequest, Moved, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
+from outrider.rpc.backoff import Backoff
 from outrider.store.redis.client import decoding
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
 from outrider.store.tenant_storage import generation_bytes
 from router.counters.usage_stats import UsageStats
 from router.requests.requests import Conversation, GenerateParams, check_fits, empty_prompt, fill_context
+from router.scheduling.admission import SHUTTING_DOWN
 from router.scheduling.workers import WorkerPool, matching_verifiers
 from router.sessions.context import SessionStore
 from router.sessions.takeover import ClientPosition, OpenedGeneration, Takeovers, new_response
 from router.sessions.token_log import TokenLog
+
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5  # between two looks at a generation that another call runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,14 @@ class _History:
     forked_from: str = ""
 
 
+class RequestRuns(Exception):
+    """Another call runs the request of this idempotency key. Once it has ended, or its router is gone, try again."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(session_id)
+        self.session_id = session_id
+
+
 class GenerationOpener:
     """Begins new generations, in new sessions or in those that clients continue."""
 
@@ -46,9 +59,9 @@ class GenerationOpener:
         """Begin a new generation, in `session` or in a new session; or return the one that was begun with the same
         idempotency key. `deadline` is by the monotonic clock, infinity for none.
 
-        What is refused leaves nothing in Redis. Raises InvalidRequest and TokenizerMismatch, Unavailable when no
-        verifier serves the model, Busy while another generation of the session runs, Overloaded where the tenant keeps
-        too much.
+        What is refused leaves nothing in Redis. Raises RequestRuns while another call runs that one; InvalidRequest and
+        TokenizerMismatch, Unavailable when no verifier serves the model, Busy while another generation of the session
+        runs, Overloaded where the tenant keeps too much.
         """
         holder = ""
         if params.idempotency_key:
@@ -93,6 +106,20 @@ class GenerationOpener:
                 f"session {history.session_id}: another call began a generation first; resume it, or wait"
             ) from None
 
+    async def ended_or_ownerless(self, session_id: str, *, closed: Callable[[], bool]) -> None:
+        """Return once a session has no generation that a living router runs. Raises Moved once `closed` returns true:
+        this router shuts down."""
+        backoff = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
+        with suppress(NotFound):
+            while self._owned(await self._store.sessions.get(session_id)):
+                if closed():
+                    raise Moved(SHUTTING_DOWN)
+                await backoff.wait()
+
+    def _owned(self, record: SessionRecord) -> bool:
+        """Return whether a generation runs at a router that lives."""
+        return record.running and record.lease > self._store.clock.now()
+
     async def _reserve(self, params: GenerateParams, history: _History, turn: SessionTurn) -> None:
         """Count a generation that is about to begin, and its claim. Raises Overloaded."""
         await self._store.storage.reserve(
@@ -110,14 +137,21 @@ class GenerationOpener:
         """Take over the generation that this very request began before, as `generation` of a session or a later one;
         None if it did not.
 
-        Raises InvalidRequest when a later generation has begun since, so that the request's generation is not known.
+        Raises RequestRuns while a router that lives runs it, InvalidRequest when a later generation has begun since, so
+        that the request's generation is not known.
         """
         try:
             record = await self._store.sessions.get(session_id)
         except NotFound:
             return None
         if record.turn is not None and params.idempotency_key and record.turn.request == params.request_id:
-            return await self._takeovers.take_over(params.tenant, session_id, record.generation, ClientPosition())
+            here = record.owner.startswith(f"{self._store.router_id}/")
+            if self._owned(record) and (here or not params.broke_off):
+                raise RequestRuns(session_id)
+            try:
+                return await self._takeovers.take_over(params.tenant, session_id, record.generation, ClientPosition())
+            except Superseded:  # another call was faster
+                raise RequestRuns(session_id) from None
         if record.generation > generation:
             raise InvalidRequest("idempotency_key", "was used for an earlier generation of this session; use a new key")
         return None

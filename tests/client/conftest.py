@@ -76,6 +76,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         self.faults: Iterator[Fault] = iter(())  # of the calls to come, in order
         self.answers: list[Answer] = []
         self.requests: list[pb.GenerateRequest] = []
+        self.broke_off: list[bool] = []  # of the requests
         self.resumes: list[pb.ResumeRequest] = []
         self.cancelled_sessions: list[str] = []
         self.closed_sessions: list[str] = []
@@ -115,6 +116,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
     def begin(self, request):
         request.ClearField("route")  # this router knows no stream of answers
+        self.broke_off.append(request.broke_off)
+        request.broke_off = False
         for answer in self.answers:
             if answer.request.idempotency_key == request.idempotency_key:
                 assert answer.request == request

@@ -16,6 +16,7 @@ import outrider
 from bench.faults import FaultProxy
 from outrider import errors
 from outrider.client import _router, _stream
+from outrider.client._received import ReceivedAnswer
 from outrider.v1 import inference_pb2 as pb
 from tests.client.conftest import WORDS, Fault, ScriptedRouter, served
 
@@ -132,8 +133,16 @@ async def test_a_call_that_breaks_before_its_start_is_repeated_with_the_same_key
     assert_whole(result)
     assert len(router.requests) == 4
     assert all(request == router.requests[0] for request in router.requests)
+    assert router.broke_off == [False, True, True, True]
     assert router.requests[0].idempotency_key
     assert len(router.answers) == 1
+
+
+def test_a_call_that_waits_for_an_equal_requests_answer_ends_nobodys_generation_when_it_is_repeated() -> None:
+    answer = ReceivedAnswer(pb.GenerateRequest(text="hello", idempotency_key="k"))
+    assert answer.next_request(broke_off=True) == pb.GenerateRequest(text="hello", idempotency_key="k", broke_off=True)
+    answer.follows = True
+    assert answer.next_request(broke_off=True) == pb.GenerateRequest(text="hello", idempotency_key="k")
 
 
 @pytest.mark.parametrize("after", [0, 1], ids=["before it started", "after"])
