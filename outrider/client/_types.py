@@ -90,6 +90,7 @@ class Usage:
     total_s: float  # from the request's arrival at the router to the end
     decode_s: float  # from the first token to the last
     speculation: SpeculationStatus = UNKNOWN  # whether drafts were verified, and if not, why
+    reasoning_tokens: int = 0  # of the answer, up to the end mark of reasoning; 0 without reasoning
 
     @property
     def acceptance_length(self) -> float:

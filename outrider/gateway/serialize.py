@@ -200,6 +200,7 @@ def cost(generations: Sequence[Generation], n: int) -> Json:
         **tokens(prompts, completion),
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(generation.usage.reasoning_tokens for generation in generations),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(0, verified - accepted),
         },

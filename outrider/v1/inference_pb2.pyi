@@ -277,7 +277,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes", "first_token_us", "total_us", "decode_us", "speculation")
+    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes", "first_token_us", "total_us", "decode_us", "speculation", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class Usage(_message.Message):
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     DECODE_US_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     steps: int
@@ -302,7 +303,8 @@ class Usage(_message.Message):
     total_us: int
     decode_us: int
     speculation: _types_pb2.SpeculationStatus
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., reached_by_depth: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., wire_bytes: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationStatus, _Mapping]] = ...) -> None: ...
+    reasoning_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., reached_by_depth: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., wire_bytes: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationStatus, _Mapping]] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("session_id", "generation", "next_position", "text_offset", "route")

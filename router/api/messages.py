@@ -115,6 +115,7 @@ def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=usage.completion_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
             steps=usage.steps,
             verified=usage.verified,
             accepted=usage.accepted,

@@ -24,6 +24,7 @@ class UsageStats:
         """`record`: the result of `dump` at the generation's last owner; empty for a new generation."""
         self._arrival = time.monotonic()
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # of these, up to the end mark of reasoning
         self.steps = 0
         self.verified = 0
         self.accepted = 0

@@ -181,6 +181,7 @@ class Response:
         piece = self._text.feed(tokens)
         count = piece.tokens
         self.digest = extend(self.digest, tokens[:count])
+        self.usage.reasoning_tokens = self._text.reasoning.tokens
         self.position += count
         self.text_offset += len(piece.text)
         self.stopped = piece.stopped

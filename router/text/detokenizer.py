@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from outrider.core.answers.reasoning import ReasoningCounter
 from outrider.core.marks import begun_mark
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character, or not yet
@@ -107,7 +108,10 @@ class AnswerText:
     A stop string counts if all of it is text of tokens behind the first `unstopped` ones.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, unstopped: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, unstopped: int = 0, reasoning: str = ""
+    ) -> None:
+        self.reasoning = ReasoningCounter(reasoning)
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._unstopped = unstopped
@@ -122,6 +126,7 @@ class AnswerText:
         pieces: list[str] = []
         for count, token in enumerate(tokens, 1):
             piece, stopped = self._detokenizer.feed(token), False
+            self.reasoning.add(piece)
             if self._unstopped:
                 self._unstopped -= 1
             else:

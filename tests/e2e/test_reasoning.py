@@ -56,6 +56,29 @@ async def test_reasoning_is_free_and_the_following_content_obeys_the_schema(clie
     assert drafted.finish_reason is outrider.FinishReason.STOP
 
 
+def reasoning_tokens(made: outrider.Generation) -> int:
+    """The first tokens whose text has the end mark; all where no text has."""
+    ids = made.token_ids
+    return next((n for n in range(len(ids) + 1) if "</think>" in TOKENIZER.decode(ids[:n])), len(ids))
+
+
+@pytest.mark.parametrize("most", [200, 7])
+async def test_reasoning_tokens_are_those_up_to_the_end_mark_however_they_come(clients: Clients, most: int) -> None:
+    terms: Any = {"messages": ASKED, "seed": 2, "logit_bias": BIAS, "max_tokens": most}
+    made = [await clients.sdk.generate(**terms, speculation=speculation) for speculation in ("rounds", "off")]
+    counted = {generation.usage.reasoning_tokens for generation in made}
+    assert counted == {reasoning_tokens(made[0])}
+    assert (counted == {most}) is (most == 7)
+    for stream in (False, True):
+        extra: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        bias: Any = {str(token): value for token, value in BIAS.items()}
+        answer: Any = await clients.openai.chat.completions.create(
+            model="target", messages=ASKED, seed=2, logit_bias=bias, max_tokens=most, **extra
+        )
+        usage = [part.usage async for part in answer][-1] if stream else answer.usage
+        assert {usage.completion_tokens_details.reasoning_tokens} == counted
+
+
 async def test_a_forced_call_may_follow_reasoning(clients: Clients) -> None:
     terms: Any = {"messages": ASKED, "tools": [TOOL], "seed": 5, **ENDS}
     made = await clients.sdk.generate(**terms, tool_choice="required", parallel_tool_calls=False)

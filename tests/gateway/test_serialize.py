@@ -19,7 +19,12 @@ ASKED = Completion(model="m", prompt="x", logprobs=1).terms
 def used(prompt: int, cached: int, completion: int, accepted: int) -> Any:
     status = SimpleNamespace(drafting=True, reason="drafting", explanation="")
     usage = SimpleNamespace(
-        prompt_tokens=prompt, completion_tokens=completion, accepted=accepted, verified=accepted + 1, speculation=status
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        reasoning_tokens=completion - 1,
+        accepted=accepted,
+        verified=accepted + 1,
+        speculation=status,
     )
     return SimpleNamespace(usage=usage, cached_tokens=cached)
 
@@ -29,7 +34,7 @@ def test_prompts_count_once_with_what_was_cached_of_them_and_no_more_drafts_than
     assert usage["prompt_tokens"] == 16
     assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
     details = usage["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
+    assert details == {"reasoning_tokens": 6, "accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
 
 
 def generation(tried: tuple[int, ...], reached: tuple[int, ...], verified: int) -> Any:

@@ -74,3 +74,30 @@ class ReasoningReader:
         if self._leading:
             self._kept = self._kept.lstrip("\n")
             self._leading = not self._kept
+
+
+class ReasoningCounter:
+    """Counts an answer's tokens up to the end mark of its reasoning, that which completes the mark included."""
+
+    def __init__(self, reasoning: str = "") -> None:
+        """`reasoning`: see `Reasoning`."""
+        self.tokens = 0  # of the reasoning so far
+        self._inside = reasoning == "opened"
+        self._over = not reasoning
+        self._seen = 0
+        self._kept = ""  # what may belong to a mark
+
+    def add(self, text: str) -> None:
+        """Add the text that one token completes."""
+        if self._over:
+            return
+        self._seen += 1
+        self._kept += text
+        if not self._inside:
+            self._kept = self._kept.lstrip()
+            self._inside = self._kept.startswith(BEGIN)
+            self._over = not self._inside and not BEGIN.startswith(self._kept)
+        if self._inside:
+            self.tokens = self._seen
+            self._over = END in self._kept
+            self._kept = self._kept[-len(END) :]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.core.answers.answer_reader import AnswerReader, AnswerTerms, ModelForm
 from outrider.core.answers.call_reader import CONTENT, REASONING
-from outrider.core.answers.reasoning import reasoning_behind
+from outrider.core.answers.reasoning import ReasoningCounter, reasoning_behind
 
 CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'
 CASES = [
@@ -43,6 +43,27 @@ def test_an_answer_in_pieces_of_any_length_is_divided_alike(case: tuple[str, str
     form, text, reasoning, content = case
     pieces = [text[place : place + length] for place in range(0, len(text), length)]
     assert divided(form, pieces) == (reasoning, content, int(CALL in text))
+
+
+COUNTED = [
+    ("marked", "\n<think>\nlate\n</think>\n\nNoon.", "\n<think>\nlate\n</think>"),
+    ("marked", "Noon, <think>no</think>", ""),
+    ("marked", "<th", ""),
+    ("marked", "<think>never", "<think>never"),
+    ("opened", "late</think>a</think>", "late</think>"),
+    ("", "<think>a</think>b", ""),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "counted"), COUNTED)
+@pytest.mark.parametrize("length", range(1, 12))
+def test_tokens_of_reasoning_are_counted_to_the_one_that_completes_the_end_mark(
+    form: str, text: str, counted: str, length: int
+) -> None:
+    counter = ReasoningCounter(form)
+    for place in range(0, len(text), length):
+        counter.add(text[place : place + length])
+    assert counter.tokens == -(-len(counted) // length)
 
 
 @pytest.mark.parametrize(
