@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     template_variables: Mapping[
         str, Any
     ]  # with messages: for the chat template, for example {"enable_thinking": False}
+    continue_final_message: bool  # with messages: the answer continues the last one instead of answering it; False
+    add_generation_prompt: bool  # with messages: the prompt ends with what the template writes before an answer
     model: str  # its name; may be left out if the cluster serves one model
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
@@ -106,6 +108,9 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
     checked.check_vocabulary(2**32)
     if priority not in _PRIORITIES:
         raise InvalidRequest("priority", f"is {priority!r}, must be one of: {', '.join(_PRIORITIES)}")
+    continued = options.get("continue_final_message", False)
+    if continued and options.get("add_generation_prompt"):
+        raise InvalidRequest("continue_final_message", "continues a message, and add_generation_prompt begins another")
     if max_tokens is not None and max_tokens >= FILLING:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
@@ -129,6 +134,8 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         session_id=encodable("session", options.get("session", "")),
         whole_history=options.get("whole_history", False),
         priority=_PRIORITIES[priority],
+        continue_final_message=continued,
+        omit_generation_prompt=not options.get("add_generation_prompt", not continued) and not continued,
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))

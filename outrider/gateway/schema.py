@@ -619,6 +619,9 @@ class Chat(GenerationForm):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # whether an answer that has to make calls may make several
     chat_template_kwargs: dict[str, Any] | None = None  # further inputs of the chat template
+    # whether the answer continues the last message, the assistant's: not by default, as in vLLM
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None  # as in vLLM: true, unless the last message is continued
     prediction: NoEffect = None  # drafters do that
     prompt_cache_key: NoEffect = None  # prompts that begin alike share their KV anyway
     prompt_cache_options: NoEffect = None
@@ -633,8 +636,6 @@ class Chat(GenerationForm):
     moderation: Unserved = None
     verbosity: Unserved = only("medium")
     web_search_options: Unserved = None
-    add_generation_prompt: Unserved = only(True)
-    continue_final_message: Unserved = only(False)
     add_special_tokens: Unserved = only(False)
     chat_template: Unserved = None
     documents: Unserved = only([])
@@ -662,6 +663,9 @@ class Chat(GenerationForm):
         if self.tool_choice is not None:
             choice = self.tool_choice
             options["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump()
+        for name in ("continue_final_message", "add_generation_prompt"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
         if self.parallel_tool_calls is not None:
             options["parallel_tool_calls"] = self.parallel_tool_calls
         return options

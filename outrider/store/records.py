@@ -26,6 +26,7 @@ class SessionTurn:
     answer_position: int  # position of the response's first token
     deadline: float | None  # in seconds since 1970, by Redis' clock; None: no deadline
     request: str = ""  # name of the request, if it came with an idempotency key
+    within_reasoning: bool = False  # the response goes on with reasoning that the prompt's last message has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def load_turn(blob: bytes) -> SessionTurn | None:
             answer_position=int(values["answer_position"]),
             deadline=None if values["deadline"] is None else float(values["deadline"]),
             request=str(values["request"]),
+            within_reasoning=bool(values.get("within_reasoning", False)),  # missing in records of older routers
         )
 
 

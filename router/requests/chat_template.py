@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import AddedToken
 
@@ -27,6 +27,8 @@ CONFIG = "tokenizer_config.json"
 
 SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
 NO_VARIABLES: Mapping[str, Any] = {}
+# Behind what templates write before an answer; at the end of the last message's content; behind the last message.
+PromptEnd = Literal["answer", "continue", "bare"]
 TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
 
 
@@ -87,15 +89,16 @@ class ChatTemplate:
         tenant: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
+        end: PromptEnd = "answer",
     ) -> list[str]:
-        """Return the prompt of a tenant's messages, up to where the assistant is to answer, control tokens included;
-        `tools`: that it may call, in OpenAI's form; `variables`: further inputs of the template, by name. It is divided
-        within each control token that the tenant has sent: its parts are texts to be tokenized one by one.
+        """Return the prompt of a tenant's messages up to its `end`, control tokens included; `tools`: that the
+        assistant may call, in OpenAI's form; `variables`: further inputs of the template, by name. It is divided within
+        each control token that the tenant has sent: its parts are texts to be tokenized one by one.
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
         try:
-            parts = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables)
+            parts = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables, end)
         except _TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
         if not any(parts):
@@ -108,7 +111,11 @@ class ChatTemplate:
         self._thread.shutdown()
 
     def _render_blocking(
-        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        end: PromptEnd,
     ) -> list[str]:
         if self._process is None:
             self._start()
@@ -116,15 +123,31 @@ class ChatTemplate:
             said = [self._with_ids(message).for_template for message in messages]
             divider = new_divider()
             inputs = self._control.divide({**variables, "tools": [*tools] or None}, divider)
-            inputs["messages"] = [
+            inputs["add_generation_prompt"] = end == "answer"
+            inputs["messages"] = divided = [
                 self._control.divide(it, divider, allowed=(BEGIN, END) if it["role"] == "assistant" else ())
                 for it in said
             ]
+            if end == "continue":
+                return self._continued(inputs, divided[-1]).split(divider)
             return self._request({"inputs": inputs}).split(divider)
         finally:
             if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
                 with suppress(_TemplateError):
                     self._start()
+
+    def _continued(self, inputs: Mapping[str, Any], last: dict[str, Any]) -> str:
+        """Return the rendering up to the end of the last message's content, which a mark shows. A template that strips
+        contents strips this one, too. Raises _TemplateError where the content is not in the rendering as it is.
+
+        This is the rule of `apply_chat_template(continue_final_message=True)` of transformers.
+        """
+        content, mark = last["content"], new_divider()
+        last["content"] = f"{content}{mark} "
+        rendering, found, behind = self._request({"inputs": inputs}).rpartition(mark)
+        if not found or content.strip() not in rendering:
+            raise _TemplateError("it does not write the last message's content as it is, so it cannot be continued")
+        return rendering if behind.startswith(" ") else rendering.rstrip()
 
     def _with_ids(self, message: TemplateMessage) -> TemplateMessage:
         """Return a message whose calls have ids that the template takes."""

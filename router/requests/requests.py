@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.config import RouterConfig
 from outrider.core.answers.formats import Tools, read_calls, read_tools
+from outrider.core.answers.reasoning import BEGIN, END
 from outrider.core.control.depth.goodput import AcceptancePriors
 from outrider.core.control.depth.policies import GammaPolicy, policy
 from outrider.core.json_bounds import JsonBounds
@@ -22,7 +23,7 @@ from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
 from outrider.wire.types import check_tokens, grammar_from_pb
-from router.requests.chat_template import NO_VARIABLES, TemplateMessage
+from router.requests.chat_template import NO_VARIABLES, PromptEnd, TemplateMessage
 from router.requests.served_models import RequestedModel, ServedModel
 
 JSON_KINDS = ("json_schema", "choices")  # grammars whose text is JSON
@@ -51,6 +52,13 @@ class Conversation:
     tools: Tools | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the chat template
     characters: int = 0  # of all messages and tools
+    end: PromptEnd = "answer"
+
+    @property
+    def within_reasoning(self) -> bool:
+        """Whether the message that the answer continues has begun reasoning and not ended it."""
+        text = self.messages[-1].content
+        return self.end == "continue" and text.rfind(BEGIN) > text.rfind(END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +251,11 @@ def _prompt(
         characters = sum(len(text) for part in parts for text in part)
         characters += len(request.tools.definitions)
         variables = _template_variables(request.template_variables, bounds)
-        return Conversation(tuple(_messages(request.messages, bounds)), tools, variables, characters)
+        messages = tuple(_messages(request.messages, bounds))
+        return Conversation(messages, tools, variables, characters, _prompt_end(request))
+    if request.continue_final_message or request.omit_generation_prompt:
+        name = "continue_final_message" if request.continue_final_message else "add_generation_prompt"
+        raise InvalidRequest(name, "is for messages; a prompt is continued anyway")
     if request.template_variables:
         raise InvalidRequest("template_variables", "are for messages, which a chat template turns into a prompt")
     if kind == "token_ids":
@@ -280,6 +292,18 @@ def _template_variables(text: str, bounds: JsonBounds) -> Mapping[str, Any]:
         if name in OWN_VARIABLES or name.endswith("_token"):
             raise InvalidRequest("template_variables", f"must not have {reprlib.repr(name)}, which the router sets")
     return variables
+
+
+def _prompt_end(request: inference_pb2.GenerateRequest) -> PromptEnd:
+    """Return where the prompt of messages ends. Raises InvalidRequest."""
+    if not request.continue_final_message:
+        return "bare" if request.omit_generation_prompt else "answer"
+    last = request.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise InvalidRequest(
+            "continue_final_message", "needs a last message of the assistant, without calls, whose content is continued"
+        )
+    return "continue"
 
 
 def _messages(messages: Iterable[inference_pb2.Message], bounds: JsonBounds) -> Iterator[TemplateMessage]:

@@ -22,7 +22,14 @@ from outrider.hub import checkpoint_folder
 from outrider.limits.fair_turns import FairTurns
 from outrider.offload import LONG
 from outrider.wire.types import check_tokens
-from router.requests.chat_template import NO_VARIABLES, SECONDS, ChatTemplate, TemplateMessage, read_chat_template
+from router.requests.chat_template import (
+    NO_VARIABLES,
+    SECONDS,
+    ChatTemplate,
+    PromptEnd,
+    TemplateMessage,
+    read_chat_template,
+)
 from router.text.detokenizer import REPLACEMENT
 
 _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
@@ -98,11 +105,13 @@ class ServedModel:
         """How the model writes calls of tools and reasoning."""
         return self.chat.form if self.chat is not None else PLAIN_FORM
 
-    def form_behind(self, prompt: Sequence[int]) -> ModelForm:
-        """Return how the model writes behind a prompt, of which the last tokens suffice: it may end within reasoning,
-        or behind it."""
+    def form_behind(self, prompt: Sequence[int], *, within_reasoning: bool = False) -> ModelForm:
+        """Return how the model writes behind a prompt, of which the last tokens suffice: it may end with the mark of
+        reasoning, or behind it. `within_reasoning`: reasoning has begun further up."""
         if not self.form.reasoning:
             return self.form
+        if within_reasoning:
+            return self.form._replace(reasoning="opened")
         text = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
         return self.form._replace(reasoning=reasoning_behind(text))
 
@@ -145,6 +154,7 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
         context: int = 0,
+        end: PromptEnd = "answer",
     ) -> tuple[int, ...]:
         """Return the token ids of the prompt of a tenant's messages. Only the template writes control tokens: what the
         tenant has sent is text, whatever it spells.
@@ -154,7 +164,7 @@ class ServedModel:
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        parts = await self.chat.render(messages, tenant, tools, variables)
+        parts = await self.chat.render(messages, tenant, tools, variables, end)
         return await self._encode_parts(parts, tenant, False, context)
 
     async def decode(self, tokens: Sequence[int], tenant: str = "") -> str:

@@ -92,13 +92,13 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, inputs: Mapping[str, Any], variables: Mapping[str, str]) -> str:
-    """Return the prompt of a conversation, up to where the assistant is to answer. `inputs`: messages, tools, and what
-    else the request has for the template; `variables`: the special tokens.
+    """Return the prompt of a conversation. `inputs`: messages, tools, `add_generation_prompt`, and what else the
+    request has for the template; `variables`: the special tokens.
 
     Raises jinja2.TemplateError, ValueError when the prompt is too long, and whatever a template's mistake raises.
     """
     pieces, characters = [], 0
-    for piece in template.generate({"documents": None, **inputs, "add_generation_prompt": True, **variables}):
+    for piece in template.generate({"documents": None, **inputs, **variables}):
         characters += len(piece)
         if characters > MOST_CHARACTERS:
             raise ValueError(f"more than {MOST_CHARACTERS} characters come of it")

@@ -84,7 +84,8 @@ class GenerationOpener:
                 return first
             raise Busy(f"session {history.session_id}: a generation has not ended; resume it, cancel it, or wait")
         stored = None if math.isinf(deadline) else self._store.clock.now() + deadline - time.monotonic()
-        turn = SessionTurn(params.contract, params.stops, len(history.tokens), stored, params.request_id)
+        within = isinstance(params.prompt, Conversation) and params.prompt.within_reasoning
+        turn = SessionTurn(params.contract, params.stops, len(history.tokens), stored, params.request_id, within)
         await self._reserve(params, history, turn)
         if params.idempotency_key:
             claim = f"{history.session_id}/{history.generation}"
@@ -237,13 +238,14 @@ async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ..
     match params.prompt:
         case str() as text:
             tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)
-        case Conversation(messages, tools, variables):
+        case Conversation(messages, tools, variables, end=end):
             tokens = await params.model.encode_chat(
                 messages,
                 params.tenant,
                 tools=tools.definitions if tools else (),
                 variables=variables,
                 context=params.context,
+                end=end,
             )
         case tokens:
             pass
@@ -257,5 +259,6 @@ def _behind_reasoning(params: GenerateParams, tokens: Sequence[int]) -> Generate
     grammar = params.contract.grammar
     if grammar is None or not isinstance(params.prompt, Conversation):
         return params
-    grammar = replace(grammar, reasoning=params.model.form_behind(tokens).reasoning)
+    form = params.model.form_behind(tokens, within_reasoning=params.prompt.within_reasoning)
+    grammar = replace(grammar, reasoning=form.reasoning)
     return replace(params, contract=replace(params.contract, grammar=grammar))

@@ -255,7 +255,7 @@ async def open_record(sessions: Sessions, tenant: str, session_id: str) -> Sessi
 def new_response(model: ServedModel, prompt: Sequence[int], turn: SessionTurn, usage: UsageStats) -> Response:
     """Return the response that is to follow a prompt."""
     detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids, shown=model.marks)
-    form = model.form_behind(prompt)
+    form = model.form_behind(prompt, within_reasoning=turn.within_reasoning)
     text = AnswerText(detokenizer, turn.stops, unstopped=turn.contract.min_tokens, reasoning=form.reasoning)
     return Response(prompt, turn.contract, text, usage, form)
 

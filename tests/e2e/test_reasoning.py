@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
@@ -77,6 +78,33 @@ async def test_reasoning_tokens_are_those_up_to_the_end_mark_however_they_come(c
         )
         usage = [part.usage async for part in answer][-1] if stream else answer.usage
         assert {usage.completion_tokens_details.reasoning_tokens} == counted
+
+
+async def test_a_prefilled_message_is_continued_within_its_reasoning_and_behind_it(clients: Clients) -> None:
+    asked = "<user>How old is he?\n<assistant>"
+    for prefill, reasons in (("<think>\nHe was born", True), ("<think>\nOld.\n</think>\n\nHe is", False)):
+        messages: Any = [*ASKED, {"role": "assistant", "content": prefill}]
+        terms: Any = {"seed": 4, "max_tokens": 20}
+        made = await clients.sdk.generate(messages=messages, continue_final_message=True, **terms)
+        same = await clients.sdk.generate(asked + prefill, **terms)
+        assert made.token_ids == same.token_ids
+        assert (made.reasoning, made.content) == ((made.text, "") if reasons else ("", made.text))
+        assert made.usage.reasoning_tokens == (20 if reasons else 0)
+        answer = await clients.openai.chat.completions.create(
+            model="target", messages=messages, extra_body={"continue_final_message": True}, **terms
+        )
+        message: Any = answer.choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", "")) == (made.content, made.reasoning)
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        await clients.openai.chat.completions.create(
+            model="target",
+            messages=messages,
+            extra_body={"continue_final_message": True, "add_generation_prompt": True},
+        )
+    with pytest.raises(openai.BadRequestError, match="needs a last message of the assistant"):
+        await clients.openai.chat.completions.create(
+            model="target", messages=ASKED, extra_body={"continue_final_message": True}
+        )
 
 
 async def test_a_forced_call_may_follow_reasoning(clients: Clients) -> None:

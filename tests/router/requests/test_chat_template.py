@@ -151,6 +151,52 @@ async def test_a_prompt_equals_the_chat_template_of_transformers(
     assert list(await model.encode_chat(messages_of(conversation))) == ids
 
 
+THINKS = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+        {{- '<think>\n' + thought if '</think>' in message.content }}
+        {{- '\n</think>\n\n' if '</think>' in message.content }}
+    {%- endif %}
+    {{- message.content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+PREFILLS = [
+    "Four is",
+    "  It is 'four'. \n",
+    "",
+    "a",
+    "<think>\nTwo and two",
+    "<think>\nHm.\n</think>\n\nIt",
+    "🙂 {{ x }}",
+]
+
+
+@pytest.mark.parametrize("how", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("name", [*TEMPLATES, "thinks"])
+async def test_the_end_of_a_prompt_is_that_of_transformers_whether_or_not_the_last_message_is_continued(
+    folder: Folder, opened: Callable[[Path], ServedModel], name: str, prefill: str, how: dict[str, Any]
+) -> None:
+    made = folder({**TEMPLATES, "thinks": THINKS}[name], eos_token="<|endoftext|>")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
+    conversation = [("user", "What is 2 + 2?"), ("assistant", prefill)]
+    messages: Any = [{"role": role, "content": content} for role, content in conversation]
+    end: Any = "continue" if "continue_final_message" in how else "bare"
+    template = template_of(opened(made))
+    expected, why = None, ""
+    try:
+        expected = theirs.apply_chat_template(messages, tokenize=False, **how)
+    except ValueError as error:
+        why = str(error)
+    if expected is None:
+        assert "does not appear in the chat" in why
+        with pytest.raises(InvalidRequest, match=r"messages: .* it does not write the last message's content as it is"):
+            await template.render(messages_of(conversation), end=end)
+    else:
+        assert "".join(await template.render(messages_of(conversation), end=end)) == expected
+
+
 async def test_a_refusal_of_a_template_is_returned_in_its_words(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
@@ -409,6 +455,19 @@ async def test_a_callers_text_is_text_whatever_it_spells(
     assert said == "".join(await template_of(model).render(messages, tools=tools))
     assert json.dumps(FORGED)[1:-1] in said
     assert counts[tokenizer.token_to_id("Obey")] == said.count("Obey")  # no control token: the template lacks it
+
+
+async def test_a_message_that_is_continued_is_text_whatever_it_spells(
+    folder: Folder, opened: Callable[[Path], ServedModel]
+) -> None:
+    made = folder(file="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}")
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(made / "tokenizer.json"))
+    ids = await opened(made).encode_chat([TemplateMessage("assistant", FORGED)], end="continue")
+    counts = Counter(ids)
+    assert [counts[tokenizer.token_to_id(name)] for name in ("<|im_start|>", "<|im_end|>")] == [1, 0]
+    assert tokenizer.decode(list(ids), skip_special_tokens=False) == f"<|im_start|>assistant\n{FORGED}"
 
 
 async def test_reasoning_that_an_assistant_has_marked_is_seen_by_the_template(
