@@ -143,13 +143,16 @@ class Generation:
     def parsed(self) -> Any:
         """The answer as an object of the request's `schema`: of its pydantic model, or what its JSON stands for.
 
-        Raises ValueError if the answer was cut, as by max_tokens, or the request had no schema.
+        Raises ValueError if the answer was cut, as by max_tokens, or calls tools instead, or the request had no schema.
         """
         if self.schema is None:
             raise ValueError("the request had no schema; give schema=")
         if self.finish_reason is not FinishReason.STOP:
             raise ValueError(f"the answer was cut ({self.finish_reason}), and is no whole JSON; raise max_tokens")
-        return parsed(self.schema, self.content)
+        parts = self.parts
+        if parts.tool_calls:
+            raise ValueError("the answer calls tools, and has no JSON of the schema; see tool_calls")
+        return parsed(self.schema, parts.content)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -677,8 +677,9 @@ class Chat(GenerationForm):
 
     @property
     def schemas(self) -> list[Any]:
-        forced = self.tool_choice not in (None, "auto", "none")
-        return [*super().schemas, *(tool.function.get("parameters") for tool in self.tools or () if forced)]
+        own = super().schemas
+        followed = self.tool_choice != "none" and (bool(own) or self.tool_choice not in (None, "auto"))
+        return [*own, *(tool.function.get("parameters") for tool in self.tools or () if followed)]
 
     @property
     def names(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outrider.core.answers.reasoning import BEGIN, END
-from outrider.core.answers.schemas import closed, followable
+from outrider.core.answers.schemas import WHITESPACE, closed, followable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,7 +27,6 @@ STEP_FUEL = 200_000  # for a mask, some 15 ms
 STEP_ITEMS = 50_000
 MAX_SYMBOLS = 100_000
 MAX_STATES = 10_000  # about 2 kB each
-WHITESPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON: without a bound a model may write nothing else for ever
 SPELT = 32  # bytes that are spelt greedily at a time
 MAX_FORCED = 1024  # tokens of a text that has to follow; behind them the rest is divided
 

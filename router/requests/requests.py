@@ -338,6 +338,8 @@ def _contract(
         if grammar is not None:
             raise InvalidRequest("tools", "that have to be called do not go with a grammar of the answer")
         grammar = model.calls_grammar(tools)
+    elif tools is not None and grammar is not None and grammar.kind == "json_schema":
+        grammar = model.calls_grammar(tools, _schema(grammar.text))
     if grammar is not None and sampling.ignore_eos:
         raise InvalidRequest("ignore_eos", "does not go with a grammar: the answer ends where the grammar does")
     derived = {
@@ -349,6 +351,17 @@ def _contract(
         "stop_ids": (*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
     }
     return Contract(**terms | derived)
+
+
+def _schema(text: str) -> Mapping[str, Any]:
+    """Return the schema of an answer that may be calls instead. Raises InvalidRequest."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest("grammar", f"cannot be read: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar", "must be a JSON schema that is an object, where the answer may call tools")
+    return schema
 
 
 def _given(message: inference_pb2.Sampling | inference_pb2.Acceptance) -> dict[str, Any]:

@@ -115,9 +115,9 @@ class ServedModel:
         text = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
         return self.form._replace(reasoning=reasoning_behind(text))
 
-    def calls_grammar(self, tools: Tools) -> Grammar:
-        """Return the grammar of an answer that has to call tools, which the model knows."""
-        return calls_grammar(FORMATS[self.form.tool_format], tools, self._added_id)
+    def calls_grammar(self, tools: Tools, schema: Mapping[str, Any] | None = None) -> Grammar:
+        """Return the grammar of an answer that calls tools, which the model knows, or is JSON of a `schema`."""
+        return calls_grammar(FORMATS[self.form.tool_format], tools, self._added_id, schema)
 
     def _added_id(self, text: str) -> int | None:
         """Return the id of an added token. Grammars let no text stand for one, be it special or not."""

@@ -115,6 +115,19 @@ async def test_a_forced_call_may_follow_reasoning(clients: Clients) -> None:
     assert 1 <= json.loads(call.arguments)["age"] <= 99
 
 
+async def test_a_call_or_json_of_a_schema_may_follow_reasoning(clients: Clients) -> None:
+    ended = 0
+    for seed in range(2, 10):
+        terms: Any = {"tools": [TOOL], "parallel_tool_calls": False, "schema": SCHEMA, "seed": seed, **ENDS}
+        made = await clients.sdk.generate(messages=ASKED, **terms)
+        if made.finish_reason == "stop":  # of itself the model may never end its reasoning
+            ended += 1
+            assert "</think>" in made.text
+            calls = made.tool_calls
+            assert 1 <= (json.loads(calls[0].arguments) if calls else made.parsed)["age"] <= 99
+    assert ended
+
+
 async def test_a_request_may_turn_reasoning_off(clients: Clients) -> None:
     off = {"enable_thinking": False}
     made = await clients.sdk.generate(messages=ASKED, schema=SCHEMA, template_variables=off, seed=6, max_tokens=99)

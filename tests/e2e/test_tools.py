@@ -11,12 +11,15 @@ import openai
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequest
 from tests.e2e.chat import Clients, chat_clients
+from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}
 {% endfor %}<tool_call>{"name": ..., "arguments": ...}</tool_call>
 {% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}<tool_call>
@@ -118,6 +121,44 @@ async def test_a_call_that_the_model_makes_by_itself_is_parsed_beside_its_conten
     ).choices[0]
     assert "<tool_call>" in (without.message.content or "")
     assert not without.message.tool_calls
+
+
+FORECAST = function("", rain={"type": "integer", "minimum": 1, "maximum": 9})["function"]["parameters"]
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": FORECAST}}
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["answers", "calls"])
+async def test_an_answer_beside_tools_is_a_call_or_json_of_its_schema(clients: Clients, calls: bool) -> None:
+    likely = TOKENIZER.encode("<tool_call>" if calls else '{"').ids[0]
+    terms: Any = {"model": "target", "tools": TOOLS, "parallel_tool_calls": False, "response_format": FORMAT, "seed": 6}
+    terms |= {"messages": ASKED, "max_tokens": 400, "logit_bias": {str(likely): 50}}
+    for stream in (False, True):
+        if stream:
+            async with clients.openai.chat.completions.stream(**terms) as events:
+                choice: Any = (await events.get_final_completion()).choices[0]
+        else:
+            choice = (await clients.openai.chat.completions.create(**terms)).choices[0]
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        if calls:
+            (call,) = choice.message.tool_calls
+            assert not choice.message.content
+            arguments_are_valid(call.function.name, call.function.arguments)
+        else:
+            assert not choice.message.tool_calls
+            assert 1 <= json.loads(choice.message.content)["rain"] <= 9
+    own: Any = {"messages": ASKED, "tools": TOOLS, "schema": FORECAST, "logit_bias": {likely: 50}, "seed": 6}
+    drafted, plain = [
+        await clients.sdk.generate(**own, parallel_tool_calls=False, max_tokens=400, speculation=speculation)
+        for speculation in ("rounds", "off")
+    ]
+    assert drafted.token_ids == plain.token_ids
+    if calls:
+        with pytest.raises(ValueError, match="see tool_calls"):
+            _ = drafted.parsed
+    else:
+        assert 1 <= drafted.parsed["rain"] <= 9
+    without = await clients.sdk.generate(**own, tool_choice="none", max_tokens=400)
+    assert 1 <= without.parsed["rain"] <= 9
 
 
 async def test_a_call_cut_off_by_max_tokens_is_content(clients: Clients) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from outrider.core.answers.schemas import closed, followable, nested
+from outrider.core.answers.schemas import WHITESPACE, closed, followable, nested
 from outrider.core.json_bounds import JsonBounds
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest
@@ -19,6 +19,7 @@ from outrider.errors import InvalidRequest
 MAX_TOOLS = 128
 CALL_ID = "[CALL_ID]"  # before a call's number, where there is a separator
 MAX_CALLS = 32  # of one answer that has to make calls
+FLEXIBLE = {"whitespace_pattern": WHITESPACE}
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 
 
@@ -116,9 +117,14 @@ def _checked(index: int, tool: Any) -> Mapping[str, Any]:
     return function
 
 
-def calls_grammar(form: ToolFormat, tools: Tools, added: Callable[[str], int | None]) -> Grammar:
-    """Return the grammar of an answer that is one or more calls; `added` returns the id of an added token, None for
-    another text."""
+def calls_grammar(
+    form: ToolFormat, tools: Tools, added: Callable[[str], int | None], schema: Mapping[str, Any] | None = None
+) -> Grammar:
+    """Return the grammar of an answer that is one or more calls, or where there is a `schema`, JSON of it; `added`
+    returns the id of an added token, None for another text.
+
+    Raises InvalidRequest for a schema that no answer can follow.
+    """
     functions = [tool["function"] for tool in tools.definitions]
     wanted = [function for function in functions if tools.name in ("", function["name"])]
     begin, end, between = (_terminals(text, added) for text in (form.begin, form.end, form.between))
@@ -127,6 +133,9 @@ def calls_grammar(form: ToolFormat, tools: Tools, added: Callable[[str], int | N
     )
     more = "" if tools.single or tools.name else f" ({between} call){{0,{MAX_CALLS - 1}}}"
     rules = [f"start: {opening}call{more}{closing}", f"call: {call}"]
+    if schema is not None:
+        answer = json.dumps({**_answer_schema(schema), "x-guidance": FLEXIBLE})
+        rules = ["start: calls | answer", f"answer: %json {answer}", rules[0].replace("start", "calls", 1), rules[1]]
     rules.append("function: " + " | ".join(f"f{index}" for index in range(len(wanted))))
     rules += [f"f{index}: {_call(form, function, added)}" for index, function in enumerate(wanted)]
     return Grammar("lark", "\n".join(rules))
@@ -176,6 +185,15 @@ def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InvalidRequest("tools", f"{function['name']}: {error}") from None
     schema: Mapping[str, Any] = closed(given)
     return schema
+
+
+def _answer_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of an answer. Raises InvalidRequest for one that no answer can follow."""
+    try:
+        made: Mapping[str, Any] = closed(followable(schema).schema)
+    except ValueError as error:
+        raise InvalidRequest("grammar", f"cannot be read: {error}") from None
+    return made
 
 
 def read_calls(field: str, text: str, bounds: JsonBounds) -> tuple[dict[str, Any], ...]:

@@ -16,6 +16,7 @@ IGNORED = (
     *("dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "then", "else"),
 )
 REFUSED = ("not", "if", "$dynamicRef", "$recursiveRef")  # an answer that breaks one of these is another one altogether
+WHITESPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON: without a bound a model may write nothing else for ever
 
 
 class Followable(NamedTuple):

@@ -37,9 +37,9 @@ TOOLS = (
 )
 
 
-def answer(form: str, tools: Tools, seed: int) -> str:
+def answer(form: str, tools: Tools, seed: int, schema: dict[str, Any] | None = None) -> str:
     """An answer of a model that knows nothing, to its end."""
-    grammar = calls_grammar(FORMATS[form], tools, lambda text: None)
+    grammar = calls_grammar(FORMATS[form], tools, lambda text: None, schema)
     contract = Contract(seed=seed, max_tokens=999, stop_ids=(EOS,), grammar=grammar)
     compiler = GrammarCompiler(FOLDER, VOCABULARY, [EOS])
     sampler = Sampler(contract, VOCABULARY, [5, 6], 2, grammar=compiler.start(grammar))
@@ -100,6 +100,37 @@ class Point(BaseModel):
 class Shape(BaseModel):
     points: Annotated[list[Point], Field(max_length=2)]
     inner: Shape | None = None
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"rain": {"$ref": "#/$defs/rain"}, "more": {"enum": ["yes", "no"]}},
+    "required": ["rain"],
+    "$defs": {"rain": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+
+
+@pytest.mark.parametrize("form", [*FORMATS])
+def test_an_answer_beside_a_schema_is_json_of_it_or_calls(form: str) -> None:
+    calls = answers = 0
+    for seed in range(12):
+        reader = CallReader(FORMATS[form], ("weather", "time", "stop"))
+        pieces = [*reader.read(answer(form, Tools(TOOLS), seed, ANSWER)), *reader.finish()]
+        if reader.called:
+            calls += 1
+            assert all(piece.call >= 0 for piece in pieces)
+        else:
+            answers += 1
+            made = json.loads("".join(piece.text for piece in pieces))
+            assert {"rain"} <= made.keys() <= {"rain", "more"}
+            assert 1 <= made["rain"] <= 9
+    assert calls
+    assert answers
+
+
+def test_a_schema_beside_tools_that_no_answer_can_follow_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidRequest, match="grammar: cannot be read: #/properties/a/not"):
+        calls_grammar(FORMATS["hermes"], Tools(TOOLS), {}.get, {"properties": {"a": {"not": {}}}})
 
 
 @pytest.mark.parametrize("form", [*FORMATS])
