@@ -75,6 +75,8 @@ class Options(TypedDict, total=False):
     choice: int  # number of the sample, of several with one prompt and seed; 0
     max_tokens: int | None  # 128; None: as many as fit into the context after the prompt
     stop: str | Sequence[str]  # strings that end the text and are not part of it
+    include_stop_str_in_output: bool  # the text includes the stop string that ended it, or a stop id's text; False
+    skip_special_tokens: bool  # special tokens have no text in the answer; True
     stop_ids: Sequence[int]  # token ids that end the text, beside the model's end of text
     ignore_eos: bool  # continue after the model's end of text; False
     speculation: PolicyName | None  # changes the speed, never the text; None: the router's; only "rounds" never rests
@@ -83,6 +85,8 @@ class Options(TypedDict, total=False):
     lenience: float  # of "lenient-speculative-sampling": above 0 and at most 1, which is lossless
     typical_epsilon: float  # of "typical-acceptance": 0.09
     typical_delta: float  # of "typical-acceptance": 0.3
+    add_special_tokens: bool  # with a prompt of text: those that the tokenizer itself puts around it; True
+    truncate_prompt_tokens: int | None  # keep the last ones of the prompt's tokens alone, at most this many
     tokenizer_digest: bytes  # with a prompt of token ids: refuse the request if the model's tokenizer differs
     schema: Any  # the answer is JSON of this schema: a mapping, or a pydantic model's class
     regex: str | None  # the answer as a whole matches this regular expression
@@ -135,6 +139,10 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         whole_history=options.get("whole_history", False),
         priority=_PRIORITIES[priority],
         continue_final_message=continued,
+        include_stop=options.get("include_stop_str_in_output", False),
+        show_special_tokens=not options.get("skip_special_tokens", True),
+        omit_special_tokens=not options.get("add_special_tokens", True),
+        truncate_prompt_tokens=_truncation(options.get("truncate_prompt_tokens")),
         omit_generation_prompt=not options.get("add_generation_prompt", not continued) and not continued,
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
@@ -150,6 +158,12 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
     else:
         request.token_ids.CopyFrom(token_ids("prompt", prompt, options.get("tokenizer_digest", b"")))
     return request
+
+
+def _truncation(tokens: int | None) -> int:
+    if tokens is not None and not 1 <= tokens < FILLING:
+        raise InvalidRequest("truncate_prompt_tokens", f"is {tokens}, must be at least 1, and a number of tokens")
+    return tokens or 0
 
 
 def resume_to_pb(session: str, generation: int, next_position: int, text_offset: int) -> pb.ResumeRequest:

@@ -234,15 +234,15 @@ class GenerationForm(AnswerRequest):
     use_beam_search: Unserved = only(False)
     length_penalty: Unserved = only(1)
     early_stopping: Unserved = only(False)
-    include_stop_str_in_output: Unserved = only(False)
-    skip_special_tokens: Unserved = only(True)
+    include_stop_str_in_output: bool | None = None  # also the text of a stop id
+    skip_special_tokens: bool | None = None  # false: they have text, but for one that ends the answer
     spaces_between_special_tokens: Unserved = only(True)
     detokenize: Unserved = only(True)
     return_token_ids: Unserved = only(False)
     return_tokens_as_token_ids: Unserved = only(False)
     # of every token of the prompt, up to 20 and not streamed, as vLLM has them
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    truncate_prompt_tokens: Unserved = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # the last ones alone, at most this many
     allowed_token_ids: Unserved = None
     bad_words: Unserved = only([])
     logits_processors: Unserved = only([])
@@ -364,6 +364,9 @@ class GenerationForm(AnswerRequest):
             "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
             "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "logprobs": self.alternatives,
             "prompt_logprobs": self.prompt_alternatives,
             **{form.option: form.value for form in self.forms},
@@ -412,7 +415,7 @@ class Completion(GenerationForm):
     logprobs: int | None = Field(default=None, ge=0, le=20)  # of completions up to 20
     echo: bool = False  # the text begins with the prompt's, and `logprobs` with those of its tokens
     suffix: Unserved = only("")
-    add_special_tokens: Unserved = only(True)
+    add_special_tokens: bool | None = None  # those that the tokenizer itself puts around a prompt of text
     best_of: int | None = None  # must be `n`: answers are not ranked
 
     @property
@@ -440,7 +443,8 @@ class Completion(GenerationForm):
 
     def options(self) -> Options:
         """Return the SDK's keywords for this request; without an answer, for one of a single token."""
-        return {**super().options(), "max_tokens": self.token_limit if self.token_limit != 0 else 1}
+        given: Options = {} if self.add_special_tokens is None else {"add_special_tokens": self.add_special_tokens}
+        return {**super().options(), **given, "max_tokens": self.token_limit if self.token_limit != 0 else 1}
 
     @model_validator(mode="after")
     def _best_is_all(self) -> Completion:
@@ -637,7 +641,9 @@ class Chat(GenerationForm):
     verbosity: Unserved = only("medium")
     web_search_options: Unserved = None
     add_special_tokens: Unserved = only(False)
-    chat_template: Unserved = None
+    chat_template: Unserved = (
+        None  # a program of the caller's; vLLM takes it only where it is told to trust all callers
+    )
     documents: Unserved = only([])
     mm_processor_kwargs: Unserved = only({})
     separate_reasoning: Unserved = only(True)

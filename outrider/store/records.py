@@ -26,6 +26,8 @@ class SessionTurn:
     answer_position: int  # position of the response's first token
     deadline: float | None  # in seconds since 1970, by Redis' clock; None: no deadline
     request: str = ""  # name of the request, if it came with an idempotency key
+    include_stop: bool = False  # the text has the stop string that ends it, or a stop id's text
+    special_tokens: bool = False  # whether special tokens have text
     within_reasoning: bool = False  # the response goes on with reasoning that the prompt's last message has begun
 
 
@@ -100,6 +102,9 @@ def dump_turn(turn: SessionTurn | None) -> str:
     return json.dumps(asdict(turn)) if turn is not None else ""
 
 
+_LATER = ("include_stop", "special_tokens", "within_reasoning")  # of a turn, missing in records of older routers
+
+
 def load_turn(blob: bytes) -> SessionTurn | None:
     """Decode what `dump_turn` encoded. Raises InternalError for anything else."""
     if not blob:
@@ -112,7 +117,7 @@ def load_turn(blob: bytes) -> SessionTurn | None:
             answer_position=int(values["answer_position"]),
             deadline=None if values["deadline"] is None else float(values["deadline"]),
             request=str(values["request"]),
-            within_reasoning=bool(values.get("within_reasoning", False)),  # missing in records of older routers
+            **{name: bool(values.get(name)) for name in _LATER},
         )
 
 

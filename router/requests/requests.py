@@ -76,6 +76,10 @@ class GenerateParams:
     priority: QueueClass
     tenant: str = ""
     context: int = 0  # the longest of the model's verifiers; 0: not known
+    include_stop: bool = False  # the text has the stop string that ends it, or a stop id's text
+    special_tokens: bool = False  # whether special tokens have text
+    adds_special: bool = True  # a prompt of text gets the tokens that the tokenizer itself puts around it
+    truncated_to: int = 0  # the prompt keeps at most this many of its tokens, the last ones; 0: all
     broke_off: bool = False  # the caller's earlier call of this request broke before any event
 
     @property
@@ -136,6 +140,8 @@ def parse(
     model = find_model(requested.name, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
+    if request.truncate_prompt_tokens and session is not None:
+        raise InvalidRequest("truncate_prompt_tokens", "does not go with a session, whose tokens stay")
     bounds = JsonBounds()
     tools = _tools(request, model, bounds)
     contract = replace(_contract(request.sampling, request.acceptance, model, tools, bounds), adapter=requested.adapter)
@@ -150,6 +156,10 @@ def parse(
         whole_history=request.whole_history,
         idempotency_key=request.idempotency_key,
         fingerprint=_fingerprint(request),
+        include_stop=request.include_stop,
+        special_tokens=request.show_special_tokens,
+        adds_special=not request.omit_special_tokens,
+        truncated_to=request.truncate_prompt_tokens,
         broke_off=request.broke_off,
         tenant=tenant,
         context=context,

@@ -132,19 +132,23 @@ class ServedModel:
         found = (self._added_id(text) for text in written)
         object.__setattr__(self, "marks", frozenset(id_ for id_ in found if id_ is not None))
 
-    async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, tenant: str = "", *, special: bool = True, context: int = 0, truncated_to: int = 0
+    ) -> tuple[int, ...]:
         """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
-        prompt.
+        prompt; `truncated_to`: the last ones alone, at most this many, those around them included; 0: all.
 
         Raises TooLong for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
         takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
         """
-        return await self._encode_parts([text], tenant, special, context)
+        return await self._encode_parts([text], tenant, special, context, truncated_to)
 
-    async def _encode_parts(self, parts: Sequence[str], tenant: str, special: bool, context: int) -> tuple[int, ...]:
+    async def _encode_parts(
+        self, parts: Sequence[str], tenant: str, special: bool, context: int, truncated_to: int = 0
+    ) -> tuple[int, ...]:
         if sum(map(len, parts)) > _LONG_TEXT:
-            return await self.turns.run(None, tenant, self._encode, parts, special, context)
-        return self._encode(parts, special, context)
+            return await self.turns.run(None, tenant, self._encode, parts, special, context, truncated_to)
+        return self._encode(parts, special, context, truncated_to)
 
     async def encode_chat(
         self,
@@ -198,7 +202,7 @@ class ServedModel:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _encode(self, parts: Sequence[str], special: bool, context: int) -> tuple[int, ...]:
+    def _encode(self, parts: Sequence[str], special: bool, context: int, truncated_to: int) -> tuple[int, ...]:
         if context and sum(map(len, parts)) > _USUAL * context:
             counted = 0
             for part in parts:
@@ -209,6 +213,11 @@ class ServedModel:
                             "prompt",
                             f"has over {counted} tokens, must have at most {context - 1}: the context has {context}",
                         )
+        if truncated_to and special:  # those around the text stay, as in transformers
+            encoded = self.tokenizer.encode(parts[0], add_special_tokens=False)
+            around = self.tokenizer.num_special_tokens_to_add(False)
+            encoded.truncate(max(1, truncated_to - around), direction="left")
+            return tuple(self.tokenizer.post_process(encoded, add_special_tokens=True).ids)
         return tuple(id_ for part in parts for id_ in self.tokenizer.encode(part, add_special_tokens=special).ids)
 
 

@@ -85,7 +85,16 @@ class GenerationOpener:
             raise Busy(f"session {history.session_id}: a generation has not ended; resume it, cancel it, or wait")
         stored = None if math.isinf(deadline) else self._store.clock.now() + deadline - time.monotonic()
         within = isinstance(params.prompt, Conversation) and params.prompt.within_reasoning
-        turn = SessionTurn(params.contract, params.stops, len(history.tokens), stored, params.request_id, within)
+        turn = SessionTurn(
+            params.contract,
+            params.stops,
+            len(history.tokens),
+            stored,
+            params.request_id,
+            within_reasoning=within,
+            include_stop=params.include_stop,
+            special_tokens=params.special_tokens,
+        )
         await self._reserve(params, history, turn)
         if params.idempotency_key:
             claim = f"{history.session_id}/{history.generation}"
@@ -237,7 +246,13 @@ async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ..
         await params.model.check_grammar(params.contract.grammar, params.tenant)
     match params.prompt:
         case str() as text:
-            tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)
+            tokens = await params.model.encode(
+                text,
+                params.tenant,
+                special=first and params.adds_special,
+                context=params.context,
+                truncated_to=params.truncated_to,
+            )
         case Conversation(messages, tools, variables, end=end):
             tokens = await params.model.encode_chat(
                 messages,
@@ -251,7 +266,7 @@ async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ..
             pass
     if not tokens:
         raise empty_prompt()
-    return tokens
+    return tokens[-params.truncated_to :] if params.truncated_to else tokens
 
 
 def _behind_reasoning(params: GenerateParams, tokens: Sequence[int]) -> GenerateParams:

@@ -254,9 +254,17 @@ async def open_record(sessions: Sessions, tenant: str, session_id: str) -> Sessi
 
 def new_response(model: ServedModel, prompt: Sequence[int], turn: SessionTurn, usage: UsageStats) -> Response:
     """Return the response that is to follow a prompt."""
-    detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids, shown=model.marks)
+    silent = () if turn.include_stop else turn.contract.stop_ids
+    shown = None if turn.special_tokens else model.marks
+    detokenizer = Detokenizer(model.tokenizer, prompt, silent=silent, shown=shown)
     form = model.form_behind(prompt, within_reasoning=turn.within_reasoning)
-    text = AnswerText(detokenizer, turn.stops, unstopped=turn.contract.min_tokens, reasoning=form.reasoning)
+    text = AnswerText(
+        detokenizer,
+        turn.stops,
+        unstopped=turn.contract.min_tokens,
+        reasoning=form.reasoning,
+        include_stop=turn.include_stop,
+    )
     return Response(prompt, turn.contract, text, usage, form)
 
 

@@ -34,12 +34,13 @@ class Detokenizer:
         tokenizer: Tokenizer,
         prompt: Sequence[int] = (),
         silent: Iterable[int] = (),
-        shown: Collection[int] = (),
+        shown: Collection[int] | None = (),
     ) -> None:
+        """`silent`: tokens without text; `shown`: special tokens that have text; None: all have."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         added = tokenizer.get_added_tokens_decoder()
-        special = (token for token, added_token in added.items() if added_token.special and token not in shown)
-        self._silent = {*silent, *special}
+        special = [token for token, added_token in added.items() if added_token.special]
+        self._silent = {*silent, *(token for token in special if shown is not None and token not in shown)}
         self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
         self._settled_text = self._decode(self._settled)
         # If the prompt ends inside a character, this part stays in the prompt.
@@ -71,8 +72,10 @@ class Detokenizer:
 class StopStrings:
     """End a text at the first stop string; holds back text that may become one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`included`: the text ends behind the stop string, not before it."""
         self.found = ""  # the stop string that ended the text
+        self._included = included
         self._stops = stops
         self._held = ""
 
@@ -81,6 +84,7 @@ class StopStrings:
         self._held += piece
         found = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         cut, self.found = min(found, default=(len(self._held) - self._undecided(), ""))
+        cut += len(self.found) if self._included else 0
         text, self._held = self._held[:cut], self._held[cut:]
         return text, bool(found)
 
@@ -109,11 +113,17 @@ class AnswerText:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], *, unstopped: int = 0, reasoning: str = ""
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        *,
+        unstopped: int = 0,
+        reasoning: str = "",
+        include_stop: bool = False,
     ) -> None:
         self.reasoning = ReasoningCounter(reasoning)
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, included=include_stop)
         self._unstopped = unstopped
 
     @property

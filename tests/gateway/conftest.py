@@ -33,10 +33,20 @@ class GatewayHarness:
 
 @asynccontextmanager
 async def gateway_harness(
-    redis_url: str, verifier: FakeVerifier | None = None, *, gateway: dict[str, Any] | None = None, **router: Any
+    redis_url: str,
+    verifier: FakeVerifier | None = None,
+    *,
+    gateway: dict[str, Any] | None = None,
+    digest: bytes = MODEL.digest,
+    vocabulary: int = 4096,
+    **router: Any,
 ) -> AsyncIterator[GatewayHarness]:
+    """`digest` and `vocabulary`: of the model's tokenizer."""
     verifier = verifier or FakeVerifier(SCRIPT)
-    async with running_router(redis_url, **router) as rig, announced(verifier, rig.registry, MODEL.digest):
+    async with (
+        running_router(redis_url, **router) as rig,
+        announced(verifier, rig.registry, digest, vocabulary=vocabulary),
+    ):
         with bound("127.0.0.1:0") as listening:
             harness = server(GatewayConfig(router=rig.address, **(gateway or {})))
             serving = asyncio.create_task(harness.serve([listening]))

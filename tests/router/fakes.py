@@ -267,6 +267,7 @@ async def announced(
     sessions: int = 0,
     draining: bool = False,
     drain_s: float = 0.0,
+    vocabulary: int = 4096,
     **more: Any,
 ) -> AsyncIterator[Worker]:
     """Serves a fake on a free port and lists it in the registry; `more`: fields of its entry."""
@@ -286,7 +287,7 @@ async def announced(
             address=address,
             model=model,
             tokenizer_digest=tokenizer_digest,
-            vocabulary=4096,
+            vocabulary=vocabulary,
             context=CONTEXT,
             slots=8,
             sessions=sessions,

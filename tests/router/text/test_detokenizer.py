@@ -156,7 +156,7 @@ def test_marks_that_are_special_tokens_have_text() -> None:
 
 
 async def test_a_resumed_answer_repeats_its_text() -> None:
-    model: Any = SimpleNamespace(tokenizer=_sentencepiece_like(), marks=(), form_behind=lambda prompt: PLAIN_FORM)
+    model: Any = SimpleNamespace(tokenizer=_sentencepiece_like(), marks=(), form_behind=lambda prompt, **_: PLAIN_FORM)
     answer = answer_of(model, (1, 2), SessionTurn(Contract(seed=1, max_tokens=9), (), 2, None), UsageStats())
     parts = await answer.replay((3, 2, 3), b"", LoopTurns(), "one")
     assert "".join(part.text for part in parts) == " world Hello world"
@@ -200,6 +200,23 @@ def test_a_stop_string_counts_only_after_min_tokens(unstopped: int) -> None:
     answer = AnswerText(Detokenizer(TOKENIZER), ["ab"], unstopped=unstopped * each)
     taken = answer.feed(ids)
     assert taken == (TOKENIZER.decode(ids[: unstopped * each]), (unstopped + 1) * each, True)
+
+
+@given(
+    st.text(alphabet="abc é🙂", max_size=40),
+    st.lists(st.text(alphabet="abc é🙂", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 60), max_size=8),
+)
+def test_a_text_that_includes_its_stop_string_ends_behind_it(text: str, stops: list[str], cuts: list[int]) -> None:
+    ids = TOKENIZER.encode(text).ids
+    without, count = _at_once(ids, stops)
+    answer = AnswerText(Detokenizer(TOKENIZER), stops, include_stop=True)
+    pieces = [answer.feed(chunk) for chunk in _chunks(ids[:count], cuts)]
+    made = "".join(piece.text for piece in pieces) + ("" if pieces and pieces[-1].stopped else answer.flush())
+    assert made in {without, *(without + stop for stop in stops)}
+    assert (made != without) is any(stop in text for stop in stops)
+    assert text.startswith(made)
+    assert sum(piece.tokens for piece in pieces) == count
 
 
 def test_the_first_of_several_stop_strings_ends_the_text() -> None:
