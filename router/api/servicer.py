@@ -31,6 +31,7 @@ from router.reporting.step_stream import StepStreams
 from router.requests.requests import GenerateParams, find_model, parse
 from router.requests.served_models import ServedModel
 from router.scheduling.admission import OUTPUT_WEIGHT, AnswerLimit, FollowerLimit
+from router.scheduling.workers import WorkerPool
 from router.sessions.context import RouterContext
 from router.sessions.session_open import GenerationOpener, RequestRuns
 from router.sessions.takeover import ClientPosition, Takeovers, open_record, resumed_policy
@@ -197,7 +198,9 @@ class GenerateServicer(InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """List the models that have a verifier."""
         async with errors_as_status(context):
-            listed = [await self._describe(model) for model in self._router.models.values()]
+            listed = [
+                await _describe(model, self._router.decoding.worker_pool) for model in self._router.models.values()
+            ]
             for named in await self._router.adapters.listed(caller_tenant()):
                 of_model = (model for model in listed if model.name == named.model)
                 next(of_model).adapters.append(adapter_to_pb(named))
@@ -287,19 +290,17 @@ class GenerateServicer(InferenceServicer):
     def _span(self, context: Context[Any, Any], method: str) -> AbstractAsyncContextManager[ServedCall]:
         return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._config.trust_traces)
 
-    async def _describe(self, model: ServedModel) -> pb.Model:
-        worker_pool = self._router.decoding.worker_pool
-        verifiers = [
-            worker for worker in await worker_pool.verifiers(model.name) if worker.tokenizer_digest == model.digest
-        ]
-        return pb.Model(
-            name=model.name,
-            context=max((worker.context for worker in verifiers), default=0),
-            vocabulary=max((worker.vocabulary for worker in verifiers), default=0),
-            tokenizer_digest=model.digest,
-            verifiers=len(verifiers),
-            drafters=len(await worker_pool.drafters(model.digest)),
-            misfits=[
-                f"{worker.worker_id}: {why}" for worker, why in worker_pool.misfits(model.name)[:MAX_INCOMPATIBLE]
-            ],
-        )
+
+async def _describe(model: ServedModel, worker_pool: WorkerPool) -> pb.Model:
+    verifiers = [
+        worker for worker in await worker_pool.verifiers(model.name) if worker.tokenizer_digest == model.digest
+    ]
+    return pb.Model(
+        name=model.name,
+        context=max((worker.context for worker in verifiers), default=0),
+        vocabulary=max((worker.vocabulary for worker in verifiers), default=0),
+        tokenizer_digest=model.digest,
+        verifiers=len(verifiers),
+        drafters=len(await worker_pool.drafters(model.digest)),
+        misfits=[f"{worker.worker_id}: {why}" for worker, why in worker_pool.misfits(model.name)[:MAX_INCOMPATIBLE]],
+    )
