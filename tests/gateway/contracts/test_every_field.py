@@ -34,8 +34,11 @@ TOOLS = {
     "/v1/responses": [{"type": "function", **FUNCTION}],
 }
 VALUES: dict[str, Any] = {  # one of each field that is served, besides those that every request has
+    "add_special_tokens": True,
+    "add_generation_prompt": True,
     "chat_template_kwargs": {"enable_thinking": False},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "continue_final_message": False,
     "echo": True,
     "frequency_penalty": 0.5,
     "guided_choice": ["a", "b"],
@@ -43,6 +46,7 @@ VALUES: dict[str, Any] = {  # one of each field that is served, besides those th
     "guided_json": SCHEMA,
     "guided_regex": "a+",
     "ignore_eos": True,
+    "include_stop_str_in_output": True,
     "include": ["reasoning.encrypted_content"],
     "instructions": "Be brief.",
     "logit_bias": {"5": 1.0},
@@ -65,6 +69,7 @@ VALUES: dict[str, Any] = {  # one of each field that is served, besides those th
     "repetition_penalty": 1.2,
     "response_format": {"type": "json_object"},
     "seed": 3,
+    "skip_special_tokens": False,
     "stop": ["zebra"],
     "stop_sequences": ["zebra"],
     "stop_token_ids": [9],
@@ -76,6 +81,7 @@ VALUES: dict[str, Any] = {  # one of each field that is served, besides those th
     "text": {"format": NAMED},
     "thinking": {"type": "disabled"},
     "top_k": 5,
+    "truncate_prompt_tokens": 4,
     "top_logprobs": 2,
     "top_p": 0.5,
 }
