@@ -116,14 +116,15 @@ class DecodeAttempts:
                 self._begun |= moved
                 if wait_first is not None or not self._begun:
                     raise
-                if self._stream is None or not self._stream.opened:
-                    wait_first = partial(self._wait_for_verifier, error)
-                    continue
-                if not moved:
+                opened = self._stream is not None and self._stream.opened
+                if not moved and self._stream is not None and (opened or self._stream.lost):
                     failures = 1 if self._opened.response.position > before else failures + 1
                     if failures >= MAX_FAILURES:
                         raise
-                await self._lose_verifier(token_log, error, logging.INFO if moved else logging.WARNING)
+                if opened:
+                    await self._lose_verifier(token_log, error, logging.INFO if moved else logging.WARNING)
+                else:
+                    wait_first = partial(self._wait_for_verifier, error)
         return self._opened.response.reason
 
     def halt(self, why: FinishReason | OutriderError) -> None:

@@ -65,6 +65,11 @@ class DecodeStream:
         self._handle = 0  # on the link; 0: not begun
         self._deadline: asyncio.TimerHandle | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the verifier was there and was lost, maybe by what it was sent."""
+        return self._link.closed and self._link.connected
+
     async def open(self) -> None:
         """Send the start and wait until the verifier has given the session a KV slot.
 

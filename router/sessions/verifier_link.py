@@ -41,6 +41,7 @@ class VerifierLink:
     def __init__(self, worker: Worker, channel: grpc.aio.Channel, lease_s: float) -> None:
         """`lease_s`: the verifier ends all generations when this router has been silent for this time."""
         self.closed = False
+        self.connected = False
         self._worker = worker
         self._lease_s = lease_s
         self._handles = itertools.count(1)
@@ -137,6 +138,7 @@ class VerifierLink:
                         await self._wake.wait()
                 self._wake.clear()
                 await self._call.write(self._take())
+                self.connected = True
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the stream has ended; `_read` raises the reason
         except Exception:

@@ -80,6 +80,7 @@ class FakeVerifier(VerifierServicer):
         self.silent = False  # no heartbeats
         self.moves_after: int | None = None  # tokens; then it goes down in order
         self.scores_until: int | None = None  # position of a prompt at which it goes down instead of scoring it further
+        self.dies_of = -1  # number of committed tokens at which an answer fails, and kills whoever it is sent to then
         self.scores = True  # whether it knows prompts' log-probabilities; an older one does not
         self.dies_at_the_end = False  # before it sends the end of the generation
         self.heartbeats = 0  # heartbeats that routers sent
@@ -111,6 +112,9 @@ class FakeVerifier(VerifierServicer):
         if not request.ByteSize():
             self.heartbeats += 1
         if request.HasField("start"):
+            if len(request.start.tokens) - request.start.answer_position == self.dies_of:
+                self.starts.append(request.start)
+                raise Unavailable("killed by what it was sent")
             stream.begin(request.start, self._serve(request.start, stream))
         for handle, durable in zip(request.acknowledged, request.durable, strict=True):
             if handle in stream.sessions:
@@ -184,6 +188,8 @@ class FakeVerifier(VerifierServicer):
             await self.rest()
             if self.moves_after is not None and committed >= self.moves_after:
                 raise Moved("this verifier is going down")
+            if committed == self.dies_of:
+                raise Unavailable("this answer fails")
             stride = min(self.stride, start.contract.max_tokens - committed)
             if start.answer_position + committed + stride > self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)

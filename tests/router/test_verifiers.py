@@ -12,6 +12,7 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import verifier_pb2
+from router.sessions.decode_attempts import MAX_FAILURES
 from router.sessions.maintenance import REFRESH_S
 from tests.router.fakes import FakeStream, FakeVerifier, announced
 from tests.router.rig import (
@@ -160,6 +161,16 @@ async def test_an_answer_waits_without_a_slot_for_its_only_verifier_to_come_back
         assert "".join(event.chunk.text for event in events) == ANSWER
         assert len(second.starts) == 1
         assert (await rig.sessions.get(session_id)).finished
+
+
+async def test_an_answer_that_kills_its_verifiers_when_they_are_sent_it_is_sent_four_times(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    verifier.dies_of = 3
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await drain(rig.stub.Generate(ask(max_tokens=9)))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(verifier.starts) == MAX_FAILURES
 
 
 async def test_an_answer_that_waits_for_a_verifier_ends_with_its_deadline_or_its_caller(redis_url: str) -> None:
