@@ -66,6 +66,10 @@ async def test_a_response_has_its_reasoning_text_and_calls_whole_and_streamed(
         assert (response.instructions, response.metadata, response.store) == ("Be brief.", {"a": "b"}, True)  # type: ignore[attr-defined]
         assert response.usage is not None
         assert response.usage.output_tokens == len(harness.verifier.script)
+        mark = MODEL.tokenizer.encode(SAID.partition("</think>")[0] + "</think>", add_special_tokens=False).ids
+        assert (
+            abs(response.usage.output_tokens_details.reasoning_tokens - len(mark)) <= 1
+        )  # a token may go on behind it
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert whole.output_text.strip() == "I look."
     deltas = {

@@ -208,7 +208,7 @@ def _ended(generation: Generation, items: list[Json]) -> Json:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "outrider": serialize.cost([generation], 1)["outrider"],
         },
