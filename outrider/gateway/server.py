@@ -126,7 +126,9 @@ def bound(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+        listening = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # of its connections; asyncio does not set it
+        return listening
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error  # Python's text repeats the address
         raise ConfigError(f"listen: cannot use {address} ({reason}); choose another") from None
