@@ -22,7 +22,7 @@ from outrider.errors import Forbidden, InternalError, InvalidRequest, OutriderEr
 from outrider.rpc import liveness, status
 from outrider.rpc.authorization import certificate_names
 from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY
-from outrider.store import acceptance_priors, keys, records, registry
+from outrider.store import acceptance_priors, api_keys, records, registry
 from outrider.store.redis.client import load_object
 from outrider.v1 import drafter_pb2
 from outrider.wire import drafter, tickets, types
@@ -118,14 +118,14 @@ def rpc_error(fields: dict[str, Any]) -> OutriderError:
     return translated
 
 
-class Known(keys.Keys):
+class Known(api_keys.Keys):
     """API keys of which one is there, without Redis."""
 
     def __init__(self) -> None:
         self._known = {}
 
-    async def find(self, secret: str) -> keys.ApiKey:
-        keys.secret_digest(secret)
+    async def find(self, secret: str) -> api_keys.ApiKey:
+        api_keys.secret_digest(secret)
         raise Unauthenticated("unknown")
 
 
@@ -199,7 +199,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
     ),
     "api keys": (
         nearly({"key_id": "k", "tenant": "t", "name": "n", "created": 1.0, "expires": None}),
-        lambda blob: keys.load_key(blob).expired,
+        lambda blob: api_keys.load_key(blob).expired,
         (InternalError,),
     ),
     "lessons": (nearly({"counts": [0.0] * 144, "times": {"step": 0.1}}), taught, ()),
