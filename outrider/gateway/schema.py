@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -82,12 +82,22 @@ class RequestBody(BaseModel):
     def _given_fields_and_first_unknown_one(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        given = {name: values[name] for name, field in fields.items() if not _changes_nothing(field, values.get(name))}
+        fields = _by_key(cls)
+        given = {
+            name: value
+            for name, value in values.items()
+            if name in fields and not _changes_nothing(fields[name], value)
+        }
         if cls.model_config["extra"] == "ignore":
             return given
         unknown = next((name for name in values if values[name] is not None and name not in fields), None)
         return given if unknown is None else {**given, unknown: values[unknown]}
+
+
+@cache
+def _by_key(kind: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """Return the fields of a body by their keys in JSON."""
+    return {field.alias or name: field for name, field in kind.model_fields.items()}
 
 
 def _changes_nothing(field: FieldInfo, value: Any) -> bool:
