@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -67,10 +68,13 @@ async def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
     """
     check_json("", body)
     await asyncio.sleep(0)
+    gc.disable()  # collections would go through what is parsed again and again, and none of it is garbage
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
+    finally:
+        gc.enable()
 
 
 def small_body(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
