@@ -130,6 +130,13 @@ class Outrider(RequestBody):
     ignore_eos: bool | None = None
 
 
+def check_own(body: RequestBody, outrider: Outrider) -> None:
+    """Raise ValueError for a field that a body and its `outrider` both have."""
+    both = next((name for name in OWN if None not in (getattr(body, name, None), getattr(outrider, name))), None)
+    if both is not None:
+        raise ValueError(f"{both}: is in outrider, too; give one of them")
+
+
 class StructuredOutputs(RequestBody):
     """What an answer has to be, as vLLM has it."""
 
@@ -342,9 +349,7 @@ class GenerationForm(AnswerRequest):
             raise ValueError(f"{forms[1].field}: does not go with {forms[0].field}: an answer has one of them")
         if self.repeat_penalty is not None and self.repetition_penalty is not None:
             raise ValueError("repeat_penalty: is another name of repetition_penalty; give one of them")
-        both = next((name for name in OWN if None not in (getattr(self, name), getattr(self.outrider, name))), None)
-        if both is not None:
-            raise ValueError(f"{both}: is in outrider, too; give one of them")
+        check_own(self, self.outrider)
         return self
 
     @model_validator(mode="after")
@@ -651,9 +656,7 @@ class Chat(GenerationForm):
     verbosity: Unserved = only("medium")
     web_search_options: Unserved = None
     add_special_tokens: Unserved = only(False)
-    chat_template: Unserved = (
-        None  # a program of the caller's; vLLM takes it only where it is told to trust all callers
-    )
+    chat_template: Unserved = None  # a program of the caller's; vLLM takes it where it trusts all callers
     documents: Unserved = only([])
     mm_processor_kwargs: Unserved = only({})
     separate_reasoning: Unserved = only(True)

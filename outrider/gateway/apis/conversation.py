@@ -10,12 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
 from outrider.gateway.schema import (
-    OWN,
     UNSUPPORTED,
     AnswerRequest,
     LenientBody,
     Outrider,
     ResponseTerms,
+    check_own,
     not_enforced,
 )
 
@@ -85,11 +85,7 @@ class ConversationForm(AnswerRequest):
 
     @model_validator(mode="after")
     def _one_field_for_each_thing(self) -> ConversationForm:
-        both = next(
-            (name for name in OWN if None not in (getattr(self, name, None), getattr(self.outrider, name))), None
-        )
-        if both is not None:
-            raise ValueError(f"{both}: is in outrider, too; give one of them")
+        check_own(self, self.outrider)
         return self
 
 
