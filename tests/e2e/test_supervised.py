@@ -43,6 +43,7 @@ KEPT = {  # tasks that are run again, by server
     "router": {
         "loop lag",
         "fleet",
+        "history",
         "ticket key",
         "storage",
         "sweep",
