@@ -63,7 +63,7 @@ async def test_a_text_continues_only_at_equal_verifiers_while_versions_and_weigh
 ) -> None:
     redis = redis_server.url
     async with (
-        altered(redis, "router", "--model", f"target={MODEL}") as router,
+        altered(redis, "router", "--model", f"target={MODEL}", "--failover-wait-s", "0.5") as router,
         open_channel(router.address) as channel,
     ):
         stub = InferenceStub(channel)
