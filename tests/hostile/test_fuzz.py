@@ -23,7 +23,7 @@ from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
-from outrider.rpc.status import CLASS_KEY
+from outrider.rpc.status import CLASS_KEY, errors_as_status
 from outrider.store.registry import Worker
 from outrider.v1 import drafter_pb2, inference_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import (
@@ -362,12 +362,13 @@ class LyingVerifier(VerifierServicer):
         self.script: list[verifier_pb2.DecodeResponse] = []
 
     async def Decode(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: Any) -> None:
-        first = await anext(requests, None)
-        if first is None or not self.script:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no more lies")
-        started = verifier_pb2.DecodeStarted(handle=first.start.handle)
-        await context.write(verifier_pb2.DecodeResponse(started=[started]))
-        await context.write(self.script.pop())
+        async with errors_as_status(context):  # a router may leave before it has heard all lies
+            first = await anext(requests, None)
+            if first is None or not self.script:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no more lies")
+            started = verifier_pb2.DecodeStarted(handle=first.start.handle)
+            await context.write(verifier_pb2.DecodeResponse(started=[started]))
+            await context.write(self.script.pop())
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -409,15 +410,17 @@ class LyingRouter(InferenceServicer):
         self.script: list[inference_pb2.GenerateResponse] = []
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        for response in self.script:
-            await context.write(response)
-        await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # the SDK does not try that again
+        async with errors_as_status(context):  # a client may leave before it has heard all lies
+            for response in self.script:
+                await context.write(response)
+            await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # the SDK does not try that again
 
     async def Answers(self, requests: Any, context: Any) -> None:
-        handles = iter(range(2 * len(self.script)))
-        for response in self.script:  # for calls that are there, and for others
-            answer = inference_pb2.Answer(handle=next(handles) % 4, response=response)
-            await context.write(inference_pb2.AnswersResponse(answers=[answer]))
+        async with errors_as_status(context):
+            handles = iter(range(2 * len(self.script)))
+            for response in self.script:  # for calls that are there, and for others
+                answer = inference_pb2.Answer(handle=next(handles) % 4, response=response)
+                await context.write(inference_pb2.AnswersResponse(answers=[answer]))
 
     Resume = Generate  # type: ignore[assignment]
 
