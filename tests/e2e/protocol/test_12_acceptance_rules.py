@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.session.contract import LOSSY, OFF, RULES, Contract
+from outrider.core.session.contract import LOSSY, OFF, RULES, Contract, Plan, PlanOverlap
 from outrider.v1 import drafter_pb2 as pb
 from outrider.wire.types import contract_to_pb
 from tests.e2e.mini_router import decode
@@ -19,6 +19,7 @@ from tests.e2e.protocol.peers import decoding, delta, drafting
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 RIGHT = Contract(seed=1, max_tokens=200, temperature=0.0, rule="recursive-rejection")
+ROUNDS = Plan(version=1, depth=4, width=4, nodes=16, wait_us=2_000_000, overlap=PlanOverlap.ROUNDS)
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -57,7 +58,7 @@ async def test_no_draw_depends_on_drafted_nodes_under_target_match(verifier: str
     """A drafter knows the seed: it could choose among several draws of a token by where it lets steps end."""
     contract = Contract(seed=11, max_tokens=96, temperature=0.8, rule="target-match")
     plain = await decode(verifier, text.prompt, contract, plan=OFF)
-    drafted = await decode(verifier, text.prompt, contract, drafters=[drafter], pace=0.05)
+    drafted = await decode(verifier, text.prompt, contract, plan=ROUNDS, drafters=[drafter], pace=0.01)
     assert drafted.accepted > 10
     assert drafted.tokens == plain.tokens
 
