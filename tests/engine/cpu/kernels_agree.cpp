@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/kernels.hpp"
+#include "blocks.hpp"
 
 using namespace outrider;
 using Floats = std::vector<float>;
@@ -46,9 +46,7 @@ struct Packed {
   std::vector<int32_t> zeros;
 
   Packed(Kind kind, int outputs, int inputs) : scales(size_t(outputs), 0.01f), zeros(size_t(outputs), 0) {
-    const int groups = inputs / GROUP;
-    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::bfloat16 ? 32 * inputs
-                         : kind == Kind::int8  ? 16 * inputs : groups * (256 + 64);
+    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::bfloat16 ? 32 * inputs : 16 * inputs;
     linear.kind = kind;
     linear.outputs = outputs;
     linear.inputs = linear.padded = inputs;
@@ -59,7 +57,7 @@ struct Packed {
       const float value = uniform();
       const uint16_t half = rounded(value);
       if (kind == Kind::float32) std::memcpy(&data[i], &value, 4);
-      else if (kind == Kind::bfloat16 || (kind == Kind::int4 && i % 320 >= 256))
+      else if (kind == Kind::bfloat16)
         std::memcpy(&data[i], &half, 2), std::memcpy(&data[i + 2], &half, 2);
       else
         for (int j = 0; j < 4; j++) data[i + j] = uint8_t(int8_t(int(dice() % 255) - 127));
@@ -74,35 +72,101 @@ struct Packed {
   }
 };
 
+// A linear in blocks of random bytes, behind finite scales.
+struct Coded {
+  Linear linear;
+  std::vector<Panel> panels;
+  std::vector<uint8_t> data;
+  Floats values;  // [outputs, inputs]
+
+  Coded(Format format, int outputs, int inputs) : panels(size_t(outputs) / LANES), values(size_t(outputs) * inputs) {
+    const Layout& it = layout_of(format);
+    linear.kind = Kind::blocks;
+    linear.outputs = outputs;
+    linear.inputs = inputs;
+    linear.padded = (inputs + 63) / 64 * 64;
+    linear.panels = outputs / LANES;
+    const size_t units = size_t(inputs) / it.unit, bytes = units * unit_bytes(it);
+    data.resize(bytes * panels.size() + 8192);
+    std::vector<uint8_t> raw(size_t(it.block_bytes));
+    for (int o = 0; o < outputs; o++) {
+      panels[o / LANES] = {format, &data[o / LANES * bytes]};
+      for (size_t u = 0; u < units; u++) {
+        for (uint8_t& byte : raw) byte = uint8_t(dice());
+        Block block = read_block(format, raw.data());
+        block.d = half_bits(uniform() * 0.01f), block.m = half_bits(uniform() * 0.01f);
+        if (it.scales == Scales::power) block.a[0] = uint8_t(120 + dice() % 8);
+        if (dice() % 8 == 0) block.d = 0;
+        write_unit(format, block, panels[o / LANES].data + u * unit_bytes(it), o % LANES);
+        block.values(it, &values[size_t(o) * inputs + u * it.unit]);
+      }
+    }
+    linear.blocks = panels.data();
+  }
+
+  // The products in double precision, with inputs as a tile has them.
+  Floats exact(const Kernels& kernels, const Floats& x, int rows) const {
+    const size_t inputs = size_t(linear.inputs);
+    Floats y(size_t(rows) * linear.outputs);
+    std::vector<uint8_t> memory(size_t(linear.padded) * 4 + 4096);
+    for (int r = 0; r < rows; r++) {
+      const Tile tile{memory.data(), nullptr, 1};
+      kernels.pack(Kind::blocks, &x[r * inputs], nullptr, linear.inputs, linear.inputs, 0.0f, tile, 0);
+      const CodedTile t(tile, linear.inputs);
+      for (int o = 0; o < linear.outputs; o++) {
+        double sum = 0.0;
+        for (size_t k = 0; k < inputs; k++)
+          sum += double(values[o * inputs + k]) * t.scales[k / CHUNK] * int8_t(t.at(int(k) / CHUNK, 0)[k % CHUNK]);
+        y[size_t(r) * linear.outputs + o] = float(sum);
+      }
+    }
+    return y;
+  }
+};
+
 // `each`: rows of a tile.
-Floats product(const Kernels& kernels, const Packed& packed, const Floats& x, const Floats& weight, int rows, int each) {
-  const Linear& l = packed.linear;
+Floats product(const Kernels& kernels, const Linear& l, const Floats& x, const float* weight, int rows, int each) {
   std::vector<uint8_t> tile(size_t(each) * l.padded * 4 + 4096);
-  Floats scales(each), sums(size_t(each) * l.padded / GROUP), y(size_t(rows) * l.outputs);
-  const Tile t{tile.data(), scales.data(), sums.data(), each};
+  Floats scales(each), y(size_t(rows) * l.outputs), padded(size_t(l.padded));
+  const Tile t{tile.data(), scales.data(), each};
   for (int first = 0; first < rows; first += each) {
-    for (int r = 0; r < each; r++)
-      kernels.pack(l.kind, &x[size_t(first + r) * l.inputs], weight.data(), l.inputs, l.padded, 1e-5f, t, r);
+    for (int r = 0; r < each; r++) {
+      std::copy_n(&x[size_t(first + r) * l.inputs], l.inputs, padded.begin());
+      kernels.pack(l.kind, padded.data(), weight, l.inputs, l.padded, 1e-5f, t, r);
+    }
     kernels.linear(l, t, 0, l.panels, {Into::store, y.data(), size_t(l.outputs), l.outputs}, first);
   }
   return y;
 }
 
 void linears(const Kernels& kernels) {
-  const bool rounds = std::strstr(kernels.name, "bf16") || std::strstr(kernels.name, "amx");  // inputs to 8 bits: of 256 products by codes up to 8, 0.03 a sum
+  const bool rounds = std::strstr(kernels.name, "bf16") || std::strstr(kernels.name, "amx");  // inputs, to 8 bits
   const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
       {Kind::float32, "float32", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
-      {Kind::int8, "int8", 0.03},  // an input may be rounded to the next code
-      {Kind::int4, "int4", rounds ? 0.25 : 1e-5}};
+      {Kind::int8, "int8", 0.03}};  // an input may be rounded to the next code
   for (const auto& it : kinds)
     for (int rows = 1; rows <= kernels.most_rows[int(it.kind)]; rows++) {
       dice.seed(rows);
       const Packed packed(it.kind, 96, 256);
       const Floats x = floats(size_t(rows) * 256), weight = floats(256);
-      const Floats together = product(kernels, packed, x, weight, rows, rows);
-      compare(kernels.name, it.name, together, product(portable_kernels, packed, x, weight, rows, 1), it.tolerance);
-      report(kernels.name, "bits", together == product(kernels, packed, x, weight, rows, 1));
+      const Floats together = product(kernels, packed.linear, x, weight.data(), rows, rows);
+      compare(kernels.name, it.name, together, product(portable_kernels, packed.linear, x, weight.data(), rows, 1), it.tolerance);
+      report(kernels.name, "bits", together == product(kernels, packed.linear, x, weight.data(), rows, 1));
     }
+}
+
+void blocks(const Kernels& kernels) {
+  for (int format = 0; format < FORMATS; format++) {
+    const Layout& it = LAYOUTS[format];
+    for (int rows = 1; rows <= kernels.most_rows[int(Kind::blocks)]; rows++) {
+      dice.seed(rows);
+      const Coded coded(Format(format), rows % 2 ? 48 : 32, rows % 3 ? 512 : it.unit);
+      const Floats x = floats(size_t(rows) * coded.linear.inputs);
+      const Floats together = product(kernels, coded.linear, x, nullptr, rows, rows);
+      compare(kernels.name, it.name, together, coded.exact(kernels, x, rows), 1e-4);
+      report(kernels.name, "bits", together == product(kernels, coded.linear, x, nullptr, rows, 1));
+    }
+  }
 }
 
 void choices(const Kernels& kernels) {
@@ -173,6 +237,7 @@ int main() {
   const Floats expected = attended(portable_kernels, false, pool.data(), query);
   for (const Kernels* kernels : kernels_here()) {
     linears(*kernels);
+    blocks(*kernels);
     choices(*kernels);
     compare(kernels->name, "attend", attended(*kernels, false, pool.data(), query), expected, 1e-5);
     compare(kernels->name, "attend to bfloat16", attended(*kernels, true, pairs.data(), query), expected, 1e-5);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "blocks.hpp"
 #include "kernels/kernels.hpp"
 #include "memory.hpp"
 
@@ -15,27 +16,28 @@ inline size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / uni
 
 // A matrix, or a vector as one row, in memory of the caller.
 struct Array {
-  enum class Type { float32, float16, bfloat16 } type = Type::float32;
+  enum class Type { float32, float16, bfloat16, blocks } type = Type::float32;
   const void* data = nullptr;
   int64_t rows = 0, columns = 0;
+  Format format = Format::q8_0;  // of blocks
 
-  void read(int64_t row, float* out) const {
-    const size_t first = size_t(row) * columns;
-    if (type == Type::float32) {
-      std::memcpy(out, static_cast<const float*>(data) + first, columns * sizeof(float));
-      return;
-    }
-    const uint16_t* in = static_cast<const uint16_t*>(data) + first;
-    for (int64_t i = 0; i < columns; i++) out[i] = type == Type::bfloat16 ? widened(in[i]) : half(in[i]);
+  size_t row_bytes() const {
+    const Layout& it = layout_of(format);
+    return type == Type::blocks ? size_t(columns / it.unit) * it.block_bytes : size_t(columns) * (type == Type::float32 ? 4 : 2);
   }
+  const uint8_t* row(int64_t number) const { return static_cast<const uint8_t*>(data) + size_t(number) * row_bytes(); }
 
- private:
-  static float half(uint16_t bits) {
-    const int exponent = (bits >> 10) & 31, fraction = bits & 1023;
-    float value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                  : exponent     ? std::ldexp(float(fraction + 1024), exponent - 25)
-                                 : std::ldexp(float(fraction), -24);
-    return bits & 0x8000 ? -value : value;
+  void read(int64_t number, float* out) const {
+    const uint8_t* from = row(number);
+    if (type == Type::float32) {
+      std::memcpy(out, from, columns * sizeof(float));
+    } else if (type == Type::blocks) {
+      const Layout& it = layout_of(format);
+      for (int64_t i = 0; i < columns; i += it.unit, from += it.block_bytes) read_block(format, from).values(it, out + i);
+    } else {
+      const uint16_t* in = reinterpret_cast<const uint16_t*>(from);
+      for (int64_t i = 0; i < columns; i++) out[i] = type == Type::bfloat16 ? widened(in[i]) : half_value(in[i]);
+    }
   }
 };
 
@@ -53,7 +55,7 @@ class PackedLinear : public Linear {
       case Kind::float32: panel_bytes = size_t(padded) * LANES * 4; break;
       case Kind::bfloat16: panel_bytes = size_t(padded) * LANES * 2; break;
       case Kind::int8: panel_bytes = size_t(padded) * LANES; break;
-      case Kind::int4: panel_bytes = size_t(padded / GROUP) * 320; break;
+      case Kind::blocks: break;
     }
     const size_t most = size_t(panels) * LANES;
     weights_ = Memory(panels * panel_bytes, true);
@@ -66,6 +68,18 @@ class PackedLinear : public Linear {
     }
   }
 
+  // A linear in blocks. `formats`: of its panels.
+  PackedLinear(const std::vector<Format>& formats, int outputs_, int inputs_, bool biased)
+      : PackedLinear(Kind::blocks, outputs_, inputs_, biased) {
+    panels_.resize(panels);
+    size_t bytes = 0;
+    for (int p = 0; p < panels; p++) panels_[p].format = formats[std::min(size_t(p), formats.size() - 1)], bytes += bytes_of(p);
+    weights_ = Memory(bytes, true);
+    uint8_t* next = weights_.as<uint8_t>();
+    for (int p = 0; p < panels; next += bytes_of(p++)) panels_[p].data = next;
+    blocks = panels_.data();
+  }
+
   // Bytes that a pass reads.
   size_t bytes() const {
     const size_t count = size_t(outputs) * inputs;
@@ -73,15 +87,18 @@ class PackedLinear : public Linear {
       case Kind::float32: return count * 4;
       case Kind::bfloat16: return count * 2;
       case Kind::int8: return count + size_t(outputs) * 4;
-      default: return count / 2 + count / GROUP * 4;
+      default: return weights_.bytes();
     }
   }
 
-  // Sets rows [begin, end) of a weight as outputs first + begin, ... With `step_panels` 2 and `phase` 0 or 1 they fill every
-  // second panel.
+  // Sets rows [begin, end) of a weight as outputs first + begin, ... See Model::Piece.
   void fill(const Array& weight, int first, int step_panels, int phase, int begin, int end) {
     std::vector<float> row(padded, 0.0f);
     for (int r = begin; r < end; r++) {
+      if (kind == Kind::blocks && weight.type == Array::Type::blocks) {
+        set_blocks(place(r, first, step_panels, phase), weight.row(r));
+        continue;
+      }
       weight.read(r, row.data());
       set(place(r, first, step_panels, phase), row.data());
     }
@@ -105,17 +122,25 @@ class PackedLinear : public Linear {
         break;
       }
       case Kind::int8: set_bytes(o, panel + lane * 4, row); break;
-      case Kind::int4: set_nibbles(panel, lane, row); break;
+      case Kind::blocks: quantize(o, row); break;
     }
   }
 
   // Whether `get` returns the weights that were set, bit for bit, where they came from memory of this type.
   bool keeps(Array::Type type) const {
-    return kind == Kind::float32 || (kind == Kind::bfloat16 && type == Array::Type::bfloat16);
+    return kind == Kind::float32 || (kind == Kind::bfloat16 && type == Array::Type::bfloat16) ||
+           (kind == Kind::blocks && type == Array::Type::blocks);
   }
 
-  // Reads the weights of output `o`, of a kind without quantization: `row` gets `inputs` floats.
+  // Reads the weights of output `o`, which a linear `keeps`: `row` gets `inputs` floats.
   void get(int o, float* row) const {
+    if (kind == Kind::blocks) {
+      const Panel& panel = panels_[o / LANES];
+      const Layout& it = layout_of(panel.format);
+      for (int i = 0; i < inputs; i += it.unit)
+        read_unit(panel.format, panel.data + size_t(i / it.unit) * unit_bytes(it), o % LANES).values(it, row + i);
+      return;
+    }
     const uint8_t* panel = data + (o / LANES) * panel_bytes;
     const int lane = o % LANES;
     if (kind == Kind::float32) {
@@ -143,29 +168,41 @@ class PackedLinear : public Linear {
     zeros[o] = sum * INT8_ZERO;
   }
 
-  // A scale and an offset for each 32 inputs (ZeroQuant, arXiv 2206.01861, section 4.1).
-  void set_nibbles(uint8_t* panel, int lane, const float* row) {
-    for (int g = 0; g < padded / GROUP; g++, panel += 320, row += GROUP) {
-      const auto [low, high] = std::minmax_element(row, row + GROUP);
-      const float span = (*high - *low) / 15.0f;
-      const uint16_t offset_bits = rounded(*low + 8.0f * span);
-      uint16_t scale_bits = rounded(span);
-      if (!(widened(scale_bits) > 0.0f)) scale_bits = rounded(1.0f);
-      const float offset = widened(offset_bits), scale = widened(scale_bits);
-      uint16_t* words = reinterpret_cast<uint16_t*>(panel);
-      for (int k = 0; k < GROUP; k++) {
-        const float code = std::nearbyint((row[k] - offset) / scale) + 8.0f;
-        const uint16_t nibble = code > 0.0f ? uint16_t(std::min(code, 15.0f)) : 0;
-        uint16_t& word = words[(k / 8) * 32 + lane * 2 + k % 2];
-        const int shift = k % 8 / 2 * 4;
-        word = uint16_t((word & ~(15 << shift)) | nibble << shift);
+  size_t bytes_of(int panel) const {
+    const Layout& it = layout_of(panels_[panel].format);
+    return size_t(inputs / it.unit) * unit_bytes(it);
+  }
+
+  void set_block(int o, int unit, const Block& block) {
+    const Panel& panel = panels_[o / LANES];
+    write_unit(panel.format, block, panel.data + size_t(unit) * unit_bytes(layout_of(panel.format)), o % LANES);
+  }
+
+  // Sets the weights of output `o` from the blocks of a file.
+  void set_blocks(int o, const uint8_t* row) {
+    const Format format = panels_[o / LANES].format;
+    const Layout& it = layout_of(format);
+    for (int unit = 0; unit < inputs / it.unit; unit++) set_block(o, unit, read_block(format, row + unit * it.block_bytes));
+  }
+
+  // A scale and an offset for each 32 inputs (ZeroQuant, arXiv 2206.01861, section 4.1), as q4_1.
+  void quantize(int o, const float* row) {
+    for (int unit = 0; unit < inputs / CHUNK; unit++, row += CHUNK) {
+      const auto [low, high] = std::minmax_element(row, row + CHUNK);
+      Block block{};
+      block.m = half_bits(*low);
+      block.d = half_bits((*high - *low) / 15.0f);
+      const float offset = half_value(block.m), scale = half_value(block.d);
+      for (int k = 0; k < CHUNK; k++) {
+        const float code = scale > 0.0f ? std::nearbyint((row[k] - offset) / scale) : 0.0f;
+        block.codes[k] = code > 0.0f ? uint8_t(std::min(code, 15.0f)) : 0;
       }
-      words[128 + lane] = scale_bits;
-      words[144 + lane] = offset_bits;
+      set_block(o, unit, block);
     }
   }
 
   Memory weights_, rest_;
+  std::vector<Panel> panels_;  // of blocks
 };
 
 }  // namespace outrider

@@ -15,13 +15,12 @@ constexpr int PANELS = 8;  // panels that all tiles of rows use before the next 
 
 }  // namespace
 
-Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
+Model::Model(const Shape& shape, WeightType type, WeightType head_type, int threads, const Kernels& kernels, const float* cosines,
              const float* sines, FeatureRequest wanted, std::unique_ptr<Exchange> exchange)
-    : shape_(shape), kind_(kind), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)), exchange_(std::move(exchange)),
+    : shape_(shape), type_(type), head_type_(head_type), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)), exchange_(std::move(exchange)),
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
-      head_(head_kind, head_tokens(), shape.width, false),
-      pages_(kind != Kind::float32, shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
+      pages_(type.kind != Kind::float32, shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
       workers_(threads) {
   wide_ = up_to(shape.width, INPUTS);
   qkv_wide_ = up_to(size_t(shape.heads + 2 * shape.kv_heads) * shape.dim, INPUTS);
@@ -35,19 +34,47 @@ size_t Model::weight_bytes() const {
   return bytes;
 }
 
-// Packs a weight as outputs of a linear; see PackedLinear::fill.
-void Model::fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase) {
-  const int count = int(weight.rows);
+// Packs weights that have the same inputs as one linear.
+PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, int outputs) {
+  const int inputs = int(pieces[0].weight.columns);
+  const auto all = [&](Array::Type it) {
+    return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return piece.weight.type == it; });
+  };
+  Kind kind = type.kind;
+  if (type.stored) kind = all(Array::Type::blocks) ? Kind::blocks : all(Array::Type::bfloat16) ? Kind::bfloat16 : Kind::float32;
+  const bool biased = pieces[0].bias.data != nullptr;
+  PackedLinear linear;
+  if (kind == Kind::blocks) {
+    std::vector<Format> formats(size_t(outputs + LANES - 1) / LANES, Format::q4_1);
+    for (const Piece& piece : pieces) {
+      const Format format = type.stored ? piece.weight.format : Format::q4_1;
+      if (inputs % layout_of(format).unit) throw std::invalid_argument("blocks that do not fill the inputs of a linear");
+      if (piece.first % LANES && format != formats[piece.first / LANES])
+        throw std::invalid_argument("weights of different types that share a panel of 16 outputs");
+      for (int row = 0; row < int(piece.weight.rows); row++)
+        formats[PackedLinear::place(row, piece.first, piece.step_panels, piece.phase) / LANES] = format;
+    }
+    linear = PackedLinear(formats, outputs, inputs, biased);
+  } else {
+    linear = PackedLinear(kind, outputs, inputs, biased);
+  }
+  for (const Piece& piece : pieces) fill(linear, piece);
+  return linear;
+}
+
+void Model::fill(PackedLinear& linear, const Piece& piece) {
+  const int count = int(piece.weight.rows);
   // A thread packs complete panels, because the outputs of a panel share cache lines.
   pool_.run([&](int thread) {
     const int blocks = (count + LANES - 1) / LANES;
     const int begin = blocks * thread / pool_.size() * LANES, end = blocks * (thread + 1) / pool_.size() * LANES;
-    linear.fill(weight, first, step_panels, phase, begin, std::min(end, count));
+    linear.fill(piece.weight, piece.first, piece.step_panels, piece.phase, begin, std::min(end, count));
   });
-  if (!bias.data) return;
+  if (!piece.bias.data) return;
   std::vector<float> values(count);
-  bias.read(0, values.data());
-  for (int r = 0; r < count; r++) linear.bias[PackedLinear::place(r, first, step_panels, phase)] = values[r];
+  piece.bias.read(0, values.data());
+  for (int r = 0; r < count; r++)
+    linear.bias[PackedLinear::place(r, piece.first, piece.step_panels, piece.phase)] = values[r];
 }
 
 std::vector<float> Model::norm_of(const Array& weight, int padded) const {
@@ -63,30 +90,24 @@ void Model::set_layer(int index, const LayerArrays& given) {
   it.ffn_norm = norm_of(given.ffn_norm, int(wide_));
   it.query_norm = norm_of(given.query_norm, shape_.dim);
   it.key_norm = norm_of(given.key_norm, shape_.dim);
-  it.qkv = PackedLinear(kind_, queries + 2 * keys, shape_.width, given.query_bias.data != nullptr);
-  fill(it.qkv, given.query, given.query_bias, 0, 1, 0);
-  fill(it.qkv, given.key, given.key_bias, queries, 1, 0);
-  fill(it.qkv, given.value, given.value_bias, queries + keys, 1, 0);
-  it.output = PackedLinear(kind_, shape_.width, queries, given.output_bias.data != nullptr);
-  fill(it.output, given.output, given.output_bias, 0, 1, 0);
-  it.gate_up = PackedLinear(kind_, int(2 * up_to(shape_.ffn, LANES)), shape_.width, given.gate_bias.data != nullptr);
+  it.qkv = packed(type_, {{given.query, given.query_bias}, {given.key, given.key_bias, queries}, {given.value, given.value_bias, queries + keys}},
+                  queries + 2 * keys);
+  it.output = packed(type_, {{given.output, given.output_bias}}, shape_.width);
+  it.gate_up = packed(type_, {{given.gate, given.gate_bias, 0, 2, 0}, {given.up, given.up_bias, 0, 2, 1}}, int(2 * up_to(shape_.ffn, LANES)));
   it.gate_up.outputs = 2 * shape_.ffn;
-  fill(it.gate_up, given.gate, given.gate_bias, 0, 2, 0);
-  fill(it.gate_up, given.up, given.up_bias, 0, 2, 1);
-  it.down = PackedLinear(kind_, shape_.width, shape_.ffn, given.down_bias.data != nullptr);
-  fill(it.down, given.down, given.down_bias, 0, 1, 0);
+  it.down = packed(type_, {{given.down, given.down_bias}}, shape_.width);
 }
 
 void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {
-  if (embedding.data || !head_.keeps(head.type)) {  // otherwise the rows of the embedding are read from the packed head
-    const Array& stored = embedding.data ? embedding : head;
-    const size_t bytes = size_t(stored.rows) * stored.columns * (stored.type == Array::Type::float32 ? 4 : 2);
-    embedding_type_ = stored.type;
-    embedding_ = Memory(bytes, false);
-    std::memcpy(embedding_.as<void>(), stored.data, bytes);
-  }
   norm_ = norm_of(norm, int(wide_));
-  fill(head_, head, Array(), 0, 1, 0);
+  head_ = packed(head_type_, {{head, Array()}}, head_tokens());
+  if (embedding.data || !head_.keeps(head.type)) {  // otherwise the rows of the embedding are read from the packed head
+    embedding_ = embedding.data ? embedding : head;
+    const size_t bytes = size_t(embedding_.rows) * embedding_.row_bytes();
+    embedding_memory_ = Memory(bytes, false);
+    std::memcpy(embedding_memory_.as<void>(), embedding_.data, bytes);
+    embedding_.data = embedding_memory_.as<void>();
+  }
   if (weight_bytes() > CACHED) prefetch_further();
 }
 
@@ -127,7 +148,7 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   if (exchange_) part_ = part_memory_.of<float>(std::max(rows * shape_.width, outputs_.size() * head_tokens()));
   group(segments);
   const size_t inputs = std::max({wide_, attended_wide_, ffn_wide_, ranks_wide_});
-  const size_t tile_bytes = rows * inputs * 4 + rows * (inputs / GROUP + 1) * 4;
+  const size_t tile_bytes = rows * inputs * 4 + rows * 4;
   if (rows_ > APART) shared_tile_.of<uint8_t>(tile_bytes);
   for (auto& worker : workers_) {
     if (rows_ <= APART) worker.tile.of<uint8_t>(tile_bytes);
@@ -217,7 +238,7 @@ void Model::compute(int thread, const Results& results) {
     }
   }
   if (results.features && wanted_.layers.empty()) {
-    const Tile one{nullptr, nullptr, nullptr, 1};
+    const Tile one{nullptr, nullptr, 1};
     std::vector<float> normed(wide_);
     for (int row = thread; row < rows; row += pool_.size()) {
       Tile tile = one;
@@ -328,10 +349,9 @@ void Model::embed(int thread) {
     for (int i = 0; i < segment.count; i++, row++) {
       if (row % pool_.size() != thread) continue;
       const int columns = shape_.width / ranks();
-      const Array table{embedding_type_, embedding_.as<void>(), shape_.vocabulary, columns};
       std::fill(hidden_ + row * wide_, hidden_ + (row + 1) * wide_, 0.0f);
-      if (table.data)
-        table.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
+      if (embedding_.data)
+        embedding_.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
       else
         head_.get(int(segment.tokens[i]), hidden_ + row * wide_);
     }
@@ -347,9 +367,9 @@ Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int i
   const int count = tiles_of(linear, rows);
   const int each = rows / count, longer = rows % count;
   *first = index * each + std::min(index, longer);
-  const size_t width = size_t(linear.padded), groups = width / GROUP;
-  float* rest = reinterpret_cast<float*>(memory + size_t(rows) * width * 4);
-  return {memory + *first * width * 4, rest + *first, rest + rows + *first * groups, each + (index < longer ? 1 : 0)};
+  const size_t width = size_t(linear.padded);
+  float* scales = reinterpret_cast<float*>(memory + size_t(rows) * width * 4);
+  return {memory + *first * width * 4, scales + *first, each + (index < longer ? 1 : 0)};
 }
 
 // Applies a linear to rows of x. `chosen`: these rows; null: the first ones. `turn`: which thread has the first panels.

@@ -76,10 +76,16 @@ struct LayerArrays {
       gate, up, gate_bias, up_bias, down, down_bias;
 };
 
+// The type that weights are kept in.
+struct WeightType {
+  Kind kind;
+  bool stored;  // each as its array; `kind` is that of inputs. Otherwise blocks are made as q4_1
+};
+
 class Model {
  public:
   // `exchange`: with the other ranks that share the model; null: this rank has all of it.
-  Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
+  Model(const Shape& shape, WeightType type, WeightType head_type, int threads, const Kernels& kernels, const float* cosines,
         const float* sines, FeatureRequest wanted, std::unique_ptr<Exchange> exchange);
 
   const Shape& shape() const { return shape_; }
@@ -88,7 +94,7 @@ class Model {
   double exchange_seconds() const { return exchange_ ? exchange_->seconds() : 0.0; }
   int head_tokens() const { return (shape_.vocabulary + ranks() - 1) / ranks(); }  // tokens of this rank's part of the head
   const Kernels& kernels() const { return kernels_; }
-  Kind adapter_kind() const { return kind_ == Kind::float32 ? Kind::float32 : Kind::bfloat16; }
+  Kind adapter_kind() const { return type_.kind == Kind::float32 ? Kind::float32 : Kind::bfloat16; }
   Pages& pages() { return pages_; }
   size_t weight_bytes() const;
   size_t kv_bytes() const { return pages_.bytes(); }
@@ -125,7 +131,14 @@ class Model {
     int row, output;
   };
 
-  void fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase);
+  // A weight whose rows are the outputs of a linear from `first` on. With `step_panels` 2 they fill every second panel.
+  struct Piece {
+    const Array& weight;
+    const Array& bias;
+    int first = 0, step_panels = 1, phase = 0;
+  };
+  PackedLinear packed(WeightType type, const std::vector<Piece>& pieces, int outputs);
+  void fill(PackedLinear& linear, const Piece& piece);
   void prefetch_further();
   std::vector<float> norm_of(const Array& weight, int padded) const;
   void compute(int thread, const Results& results);
@@ -147,15 +160,15 @@ class Model {
   int64_t choose(const Results& results, const Row& at) const;
 
   Shape shape_;
-  Kind kind_;
+  WeightType type_, head_type_;
   const Kernels& kernels_;
   Pool pool_;
   FeatureRequest wanted_;
   std::unique_ptr<Exchange> exchange_;
   std::vector<float> cosines_, sines_;  // [positions, dim / 2]
   std::vector<Layer> layers_;
-  Array::Type embedding_type_ = Array::Type::float32;
-  Memory embedding_;  // empty where the rows are those of the head
+  Array embedding_;  // without data where the rows are those of the head
+  Memory embedding_memory_;
   std::vector<float> norm_;
   PackedLinear head_;
   Pages pages_;

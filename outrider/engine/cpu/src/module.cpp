@@ -51,12 +51,13 @@ struct Names {
   PyObject *slot, *prefix, *tokens, *positions, *mask, *wanted, *adapter;
 } names;
 
-Kind kind_named(const std::string& name) {
-  if (name == "float32") return Kind::float32;
-  if (name == "bfloat16") return Kind::bfloat16;
-  if (name == "int8") return Kind::int8;
-  if (name == "int4") return Kind::int4;
-  throw std::invalid_argument("a type is float32, bfloat16, int8 or int4, not " + name);
+WeightType type_named(const std::string& name) {
+  if (name == "float32") return {Kind::float32, false};
+  if (name == "bfloat16") return {Kind::bfloat16, false};
+  if (name == "int8") return {Kind::int8, false};
+  if (name == "int4") return {Kind::blocks, false};
+  if (name == "stored") return {Kind::blocks, true};
+  throw std::invalid_argument("a type is float32, bfloat16, int8, int4 or stored, not " + name);
 }
 
 std::vector<int> integers(PyObject* object) {
@@ -108,15 +109,36 @@ void make(Object& self, PyObject* args) {
   wanted.every = every;
   wanted.layers = integers(layers);
   self.busy = new std::atomic<bool>(false);
-  self.model = new Model(it, kind_named(kind), kind_named(head_kind), threads, *kernels, c.as<float>('f', angles),
+  self.model = new Model(it, type_named(kind), type_named(head_kind), threads, *kernels, c.as<float>('f', angles),
                          s.as<float>('f', angles), std::move(wanted), exchange_of(rank, timeout_s, sockets, it));
+}
+
+// The blocks of a weight: the name of their format, and bytes, a row of them for each of the weight's.
+Array in_blocks(Buffers& held, PyObject* object) {
+  const char* name;
+  PyObject* bytes;
+  if (!PyArg_ParseTuple(object, "sO", &name, &bytes)) throw PythonError();
+  held.push_back(std::make_unique<Buffer>(bytes, false));
+  const Buffer& buffer = *held.back();
+  for (int format = 0; format < FORMATS; format++) {
+    const Layout& layout = LAYOUTS[format];
+    if (std::strcmp(name, layout.name)) continue;
+    if (buffer.dimensions() != 2 || buffer.size(1) % layout.block_bytes) throw std::invalid_argument("blocks are rows of bytes");
+    return {Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, Format(format)};
+  }
+  throw std::invalid_argument(std::string("no format of blocks is named ") + name);
 }
 
 // A weight of that shape; without data for None.
 Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
   if (object == Py_None) return {};
-  held.push_back(std::make_unique<Buffer>(object, false));
-  const Array it = held.back()->array();
+  Array it;
+  if (PyTuple_Check(object)) {
+    it = in_blocks(held, object);
+  } else {
+    held.push_back(std::make_unique<Buffer>(object, false));
+    it = held.back()->array();
+  }
   if (it.rows != rows || it.columns != columns) throw std::invalid_argument("a weight has another shape than the model");
   return it;
 }
@@ -189,7 +211,7 @@ void make_adapter(AdapterObject& self, PyObject* args) {
   if (self.adapter) throw std::logic_error("an adapter is made once");
   for (int size : {width, queries, keys, ffn, layers})
     if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the adapter is out of range");
-  const Kind it = kind_named(kind);
+  const Kind it = type_named(kind).kind;
   if (it != Kind::float32 && it != Kind::bfloat16) throw std::invalid_argument("an adapter is float32 or bfloat16");
   self.adapter = new Adapter(width, queries, keys, ffn, layers, it);
 }

@@ -30,7 +30,7 @@ static bool multiply_right(const Kernels& kernels) {
     for (int i = 0; i < 2; i++) {
       std::vector<uint8_t> inputs(ROWS * INPUTS_HERE * 4);
       float scales[ROWS];
-      const Tile tile{inputs.data(), scales, nullptr, ROWS};
+      const Tile tile{inputs.data(), scales, ROWS};
       for (int r = 0; r < ROWS; r++) {
         for (int k = 0; k < INPUTS_HERE; k++) row[k] = float((r * 5 + k) % 7 - 3);
         both[i]->pack(kind, row.data(), nullptr, INPUTS_HERE, INPUTS_HERE, 0.0f, tile, r);

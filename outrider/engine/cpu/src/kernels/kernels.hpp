@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "formats.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -30,15 +33,19 @@ namespace outrider {
 constexpr int LANES = 16;       // outputs of a panel, keys of a page
 constexpr int BLOCK = 64;       // neighbouring bytes of a row of a tile; inputs are padded to a multiple of 64
 constexpr int INPUTS = 64;      // inputs are padded to a multiple of this
-constexpr int GROUP = 32;       // inputs that share a scale in int4
 constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product needs unsigned ones
 
-enum class Kind { float32, bfloat16, int8, int4 };
+enum class Kind { float32, bfloat16, int8, blocks };
+constexpr int KINDS = 4;
+
+// A panel of a linear in blocks: outputs of one format.
+struct Panel {
+  Format format;
+  uint8_t* data;  // units of 16 outputs, see formats.hpp
+};
 
 // A linear layer, y = x W' + b, packed in panels of 16 outputs. For each step of inputs a panel has 4 bytes of each of its 16
-// outputs side by side: one float32, a pair of bfloat16 or four int8. int4: for each 32 inputs 64 words of 16 bits. Word
-// 2 o + e holds the codes of inputs 8 b + 2 j + e of output o in bits 4 j, in four runs b; then 16 scales and 16 offsets in
-// bfloat16.
+// outputs side by side: one float32, a pair of bfloat16 or four int8. The panels of a linear in blocks may have several formats.
 struct Linear {
   Kind kind = Kind::float32;
   int outputs = 0, inputs = 0;  // of the model
@@ -47,6 +54,7 @@ struct Linear {
   size_t panel_bytes = 0;
   size_t ahead = 0;  // bytes of a panel that are prefetched from memory before their use; 0: a cache holds the weights
   uint8_t* data = nullptr;
+  const Panel* blocks = nullptr;  // of blocks: [panels]
   float* scales = nullptr;   // int8: [panels * 16]
   int32_t* zeros = nullptr;  // int8: [panels * 16], 128 times the sum of an output's codes
   float* bias = nullptr;     // [panels * 16]; null: none
@@ -56,8 +64,26 @@ struct Linear {
 struct Tile {
   uint8_t* data;
   float* scales;  // int8: [rows]
-  float* sums;    // int4: [inputs / 32, rows], the sums of the inputs of each group
   int rows;
+};
+
+// A tile for blocks. Inputs are int8 with a scale for each 32.
+struct CodedTile {
+  uint8_t* codes;   // as those of int8, but signed
+  float* scales;    // [padded / 32, rows]
+  float* sums;      // [padded / 32, rows] of the codes
+  int32_t* minus;   // [padded / 32, rows] the same, below zero
+  int32_t* minus16; // [padded / 16, rows] and for 16 inputs each
+  int rows;
+
+  CodedTile(const Tile& tile, int padded) : codes(tile.data), rows(tile.rows) {
+    const size_t each = size_t(padded) / CHUNK * size_t(rows);
+    scales = reinterpret_cast<float*>(codes + size_t(rows) * size_t(padded));
+    sums = scales + each;
+    minus = reinterpret_cast<int32_t*>(sums + each);
+    minus16 = minus + each;
+  }
+  const uint8_t* at(int chunk, int row) const { return codes + (size_t(chunk / 2) * rows + row) * BLOCK + chunk % 2 * CHUNK; }
 };
 
 enum class Into { store, add, gate };
@@ -126,7 +152,7 @@ struct Leaders {
 
 struct Kernels {
   const char* name;
-  int most_rows[4];  // maximum of a tile's rows, by the kind of linear
+  int most_rows[KINDS];  // maximum of a tile's rows, by the kind of linear
   int most_queries;  // maximum of queries of attention
   // Packs a row of inputs into a tile. `weight`: of an RMS norm before; null: no norm. `padded`: floats of x and weight.
   void (*pack)(Kind, const float* x, const float* weight, int width, int padded, float eps, const Tile&, int row);
@@ -168,6 +194,30 @@ inline uint64_t mix64(uint64_t value) {  // outrider.core.session.digest
 }
 
 constexpr uint64_t PHI = 0x9E3779B97F4A7C15u;
+
+inline float half_value(uint16_t bits) {  // float16 to float32
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = bits & 0x7fffu;
+  uint32_t wide = sign | (magnitude >= 0x7c00 ? 0x7f800000u | (magnitude & 0x3ff) << 13 : (magnitude << 13) + (112u << 23));
+  float value;
+  __builtin_memcpy(&value, &wide, 4);
+  if (magnitude < 0x400) value = (sign ? -1.0f : 1.0f) * float(magnitude) * 0x1p-24f;
+  return value;
+}
+
+inline uint16_t half_bits(float value) {  // float32 to float16, to the nearest, ties to even; beyond its range infinite
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00);
+  if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00);
+  if (magnitude < 0x38800000u) {  // a multiple of 2^-24
+    float scaled;
+    __builtin_memcpy(&scaled, &magnitude, 4);
+    return uint16_t(sign | uint16_t(std::nearbyint(scaled * 0x1p24f)));
+  }
+  return uint16_t(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1) - (112u << 23)) >> 13));
+}
 
 inline float widened(uint16_t bits) {  // bfloat16 to float32
   uint32_t wide = uint32_t(bits) << 16;
