@@ -19,7 +19,7 @@ from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.interface.engine import SCRATCH, Engine
 from outrider.engine.loading import load_engine, outline, requires_torch
@@ -172,9 +172,7 @@ def without_model(config: DrafterConfig, worker_id: str) -> DrafterServicer:
         slots=config.slots,
         send=upstreams.send,
         resync=upstreams.resync,
-        grammars=GrammarCompiler(
-            folder, model.vocabulary, read_eos_ids(folder, read_json(folder / "config.json")), patience=Patience()
-        ),
+        grammars=GrammarCompiler(folder, model.vocabulary, read_eos_ids(folder), patience=Patience()),
     )
     upstreams.serve(scheduler)
     return DrafterServicer(config, worker_id, capacity, upstreams, scheduler)

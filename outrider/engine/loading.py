@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Dtype, Engine, Numerics

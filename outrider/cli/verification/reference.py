@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from outrider.cli.verification.compare import Difference, Verdict
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json
+from outrider.engine.checkpoints.checkpoint import read_eos_ids
 from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
 from outrider.grammar.compiler import GrammarCompiler
@@ -47,7 +47,7 @@ class Reference:
         self._threads = threads
         self._model = model.eval()
         self._vocabulary: int = model.config.vocab_size
-        self._eos_ids = read_eos_ids(checkpoint, read_json(checkpoint / "config.json"))
+        self._eos_ids = read_eos_ids(checkpoint)
         self._grammars = GrammarCompiler(checkpoint, self._vocabulary, self._eos_ids)
 
     def difference(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, parse_json
 from outrider.engine.checkpoints.files import ReadFile, read_file
-from outrider.engine.checkpoints.stored_tensors import StoredTensors
+from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError, ConfigError
 
 FILES = CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -161,7 +161,7 @@ def parse_adapter(files: AdapterFiles, config: ModelConfig) -> LowRankAdapter:
     terms = parse_json(files.contents[0])
     _check(terms, folder / CONFIG)
     patterns = _alphas(terms, folder / CONFIG)
-    weights = StoredTensors(files.contents[1:], folder / TENSORS)
+    weights = StoredTensors(safetensors_layout(files.contents[1:]), folder / TENSORS)
     found: dict[tuple[int, str], dict[str, str]] = {}  # names of A and B, by layer and module
     for number, name in enumerate(weights.files, 1):
         match = _TENSOR.fullmatch(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +11,24 @@ from tokenizers import Tokenizer
 
 from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
+from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
+from outrider.engine.checkpoints.gguf.header import GgufFile, is_gguf
+from outrider.engine.checkpoints.gguf.tensors import gguf_tensors
+from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
+from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
+from outrider.engine.checkpoints.model_config import Outline as Outline
 from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.checkpoints.stored_tensors import StoredTensors
+from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
 from outrider.hub import checkpoint_folder
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Names of the longest context in the configurations of model families; families without one get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
-UNBOUNDED = 8192
-# Bounds far above all models; a damaged configuration may exceed them.
-MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
 MOST_JSON = 256 << 20  # bytes of a file in JSON; tokenizers have 40 MB at most
 # Outrider's key in config.json: ids from this one on are padding; see `padding`.
 UNPADDED = "outrider_unpadded_vocabulary"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The sizes of a model of the Llama family, from its config.json."""
-
-    model_type: str
-    vocabulary: int
-    width: int  # of the residual stream
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int  # units of the feed-forward
-    context: int  # longest text, in tokens
-    eps: float  # of the RMS norms
-    rope: Rope
-    tied: bool  # whether the head is the embedding
-    qkv_bias: bool
-    output_bias: bool  # on the attention's output projection
-    ffn_bias: bool
-    head_norms: bool  # whether an RMS norm is over each head's query and key
-    eos_ids: tuple[int, ...]
-    unpadded_vocabulary: int  # ids from this one on are padding, which only makes the head as wide as a larger model's
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.heads // self.kv_heads
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,6 +62,8 @@ def read_tokenizer_size(folder: Path) -> int:
 
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a checkpoint. Raises CheckpointError with the file, the field and what is allowed."""
+    if is_gguf(folder):
+        return gguf_config(GgufFile(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
     path = folder / "config.json"
@@ -156,14 +130,17 @@ def read_config(folder: Path) -> ModelConfig:
         output_bias=biased,
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
-        eos_ids=read_eos_ids(folder, raw),
+        eos_ids=read_eos_ids(folder),
         unpadded_vocabulary=unpadded_vocabulary,
     )
 
 
-def read_eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json, else those of the configuration."""
-    path, value = folder / "config.json", config.get("eos_token_id")
+    if is_gguf(folder):
+        return gguf_eos_ids(GgufFile(folder))
+    path = folder / "config.json"
+    value = read_json(path).get("eos_token_id")
     generation = folder / "generation_config.json"
     if generation.exists() and (chosen := read_json(generation).get("eos_token_id")) is not None:
         path, value = generation, chosen
@@ -173,17 +150,10 @@ def read_eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The sizes of a causal model of any family, for callers that do not load it."""
-
-    model_type: str
-    vocabulary: int
-    context: int  # longest text, in tokens
-
-
 def read_outline(folder: Path) -> Outline:
     """Return the sizes of a checkpoint of any family. Raises CheckpointError with file, field and what is allowed."""
+    if is_gguf(folder):
+        return gguf_outline(GgufFile(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
     path = folder / "config.json"
@@ -202,12 +172,15 @@ def read_outline(folder: Path) -> Outline:
 
 
 class Weights(StoredTensors):
-    """The tensors of a checkpoint, in one safetensors file or several."""
+    """The tensors of a checkpoint, in one safetensors file or several, or in GGUF."""
 
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(self, checkpoint: Path, progress: Callable[[float], None] | None = None) -> None:
         """Read the headers of all files; see `StoredTensors`. Raises CheckpointError."""
-        index = folder / INDEX
-        shards = [folder / SINGLE]
+        if is_gguf(checkpoint):
+            super().__init__(gguf_tensors(GgufFile(checkpoint)), checkpoint, progress, "its metadata")
+            return
+        index = checkpoint / INDEX
+        shards = [checkpoint / SINGLE]
         if has_index := index.exists():
             listed = read_json(index).get("weight_map")
             names = [*map(str, listed.values())] if isinstance(listed, dict) else [""]
@@ -215,8 +188,9 @@ class Weights(StoredTensors):
                 raise CheckpointError(
                     f"{index}: weight_map must name the file of each tensor, in its own folder; download it again"
                 )
-            shards = sorted({folder / name for name in names})
-        super().__init__([CheckpointFile(shard) for shard in shards], index if has_index else shards[0], progress)
+            shards = sorted({checkpoint / name for name in names})
+        layout = safetensors_layout([CheckpointFile(shard) for shard in shards])
+        super().__init__(layout, index if has_index else shards[0], progress)
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:

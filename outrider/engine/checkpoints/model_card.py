@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.engine.checkpoints.checkpoint import Weights, read_json
+from outrider.engine.checkpoints.gguf.header import is_gguf
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import CARD
 
@@ -68,8 +69,7 @@ def weights_digest(folder: Path) -> str:
 
     Raises CheckpointError.
     """
-    same = read_json(folder / "config.json").get(SAME)
-    if isinstance(same, str):
+    if not is_gguf(folder) and isinstance(same := read_json(folder / "config.json").get(SAME), str):
         return same
     digest, weights = hashlib.sha256(), Weights(folder)
     for name in sorted(weights.files):

@@ -1,10 +1,13 @@
-"""The tensors of files in safetensors format: 8 bytes with the length of a header, the header in JSON, and the data."""
+"""The tensors of a checkpoint's files, and where they are in those of safetensors format.
+
+Such a file is 8 bytes with the length of a header, the header in JSON, and the data.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.files import Content
+from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES, check_served, dequantize
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,24 +34,28 @@ _BITS = {  # of a number, by the type's name in the format
 }
 _MOST_HEADER = 16 << 20  # bytes: some 100,000 tensors
 _MOST_SIZE, _MOST_DIMENSIONS = 1 << 48, 16  # of a tensor
+_AT_A_TIME = 1 << 20  # values that are dequantized at a time
 
 
 class StoredTensors:
     """The tensors of some files. Memory holds only those that a caller keeps."""
 
     def __init__(
-        self, files: Sequence[Content], listed_in: Path, progress: Callable[[float], None] | None = None
+        self,
+        stored: Mapping[str, StoredTensor],
+        listed_in: Path,
+        progress: Callable[[float], None] | None = None,
+        sizes_in: str = "config.json",
     ) -> None:
-        """Read the headers of all files. Raises CheckpointError.
-
-        `listed_in`: the file that errors name where a tensor is missing; `progress`: is called with the fraction of
-        bytes read.
+        """`listed_in`: the file that errors name where a tensor is missing; `sizes_in`: what has the model's sizes;
+        `progress`: is called with the fraction of bytes read.
         """
-        self._stored: dict[str, _Stored] = {name: it for file in files for name, it in _layout(file).items()}
+        self._stored = stored
         self._listed_in = listed_in
+        self._sizes_in = sizes_in
         self._progress = progress
         self._taken = 0
-        self._total = sum(file.size for file in files)
+        self._total = sum({it.file.path: it.file.size for it in stored.values()}.values())
 
     @property
     def files(self) -> dict[str, Path]:
@@ -63,6 +71,11 @@ class StoredTensors:
         if self._progress is not None:
             self._progress(1.0)
 
+    def _count(self, stored: StoredTensor) -> None:
+        self._taken += stored.stop - stored.start
+        if self._progress is not None:
+            self._progress(min(1.0, self._taken / self._total))
+
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Return a tensor as `array` does, for torch."""
         return as_tensor(self.array(name, *shape, rows=rows, columns=columns))
@@ -70,32 +83,62 @@ class StoredTensors:
     def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
         """Return a tensor of that shape as it is stored, bfloat16 as uint16, or only a part of it.
 
-        Raises CheckpointError when the tensor is missing or has another shape, and when its file has changed.
+        Quantized values become float32. Raises CheckpointError when the tensor is missing or has another shape, and
+        when its file has changed.
         """
         stored = self.check(name, *shape)
-        kind = np.dtype(STORED[stored.dtype])
-        whole = range(shape[0] if shape else 1)
-        part = whole[rows]
-        content = stored.read(*((part.start, part.stop) if part else (0, 0)))
-        if content.ctypes.data % kind.itemsize:
-            content = content.copy()
-        array = content.view(kind).reshape(len(part), *shape[1:])[:, columns] if len(shape) > 1 else content.view(kind)
-        self._taken += math.prod(shape) * kind.itemsize
-        if self._progress is not None:
-            self._progress(min(1.0, self._taken / self._total))
+        part = range(shape[0] if shape else 1)[rows]
+        if stored.kind in QUANTIZED:
+            array = _dequantized(stored, part)[:, columns]
+        else:
+            dtype = np.dtype(STORED[stored.dtype])
+            content = stored.read(*((part.start, part.stop) if part else (0, 0)))
+            if content.ctypes.data % dtype.itemsize:
+                content = content.copy()
+            array = content.view(dtype)
+            if len(shape) > 1:
+                array = array.reshape(len(part), *shape[1:])[:, columns]
+        self._count(stored)
         return array if shape else array.reshape(())
 
-    def check(self, name: str, *shape: int) -> _Stored:
+    def kind(self, name: str) -> str:
+        """Return the name of a tensor's type in lower case, as "bf16" and "q4_k"; the tensor is one of `files`."""
+        return self._stored[name].kind
+
+    def blocks(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.uint8]:
+        """Return a quantized matrix of that shape, or a part of it, as its blocks: [rows, bytes of a row].
+
+        Raises CheckpointError as `array`, and where `columns` are no whole blocks.
+        """
+        stored = self.check(name, *shape)
+        if stored.kind not in QUANTIZED:
+            raise ValueError(f"{name} is {stored.kind}, and has no blocks")
+        block = TYPES[stored.kind]
+        part, wanted = range(shape[0])[rows], range(shape[-1])[columns]
+        if wanted.start % block.values or wanted.stop % block.values:
+            raise CheckpointError(
+                f"{stored.file.path}: tensor {name} cannot be divided at columns {wanted.start} and {wanted.stop}: it "
+                f"is {stored.kind}, in blocks of {block.values}; let fewer ranks share the model"
+            )
+        content = stored.read(*((part.start, part.stop) if part else (0, 0))).reshape(len(part), -1)
+        self._count(stored)
+        return content[:, block.row_bytes(wanted.start) : block.row_bytes(wanted.stop)]
+
+    def check(self, name: str, *shape: int) -> StoredTensor:
         """Return where a tensor is. Raises CheckpointError when it is missing or has another shape or type."""
         if name not in self._stored:
             raise CheckpointError(f"{self._listed_in}: tensor {name} is missing; download the checkpoint again")
         stored = self._stored[name]
         if stored.shape != shape:
             raise CheckpointError(
-                f"{stored.file.path}: tensor {name} has shape {list(stored.shape)}, config.json makes it "
-                f"{list(shape)}; the two files must belong together"
+                f"{stored.file.path}: tensor {name} has shape {list(stored.shape)}, {self._sizes_in} makes it "
+                f"{list(shape)}; the two must belong together"
             )
-        if stored.dtype not in STORED:
+        if stored.kind in QUANTIZED and len(shape) != 2:
+            raise CheckpointError(f"{stored.file.path}: tensor {name} is {stored.kind}, must be f32: it is no matrix")
+        if stored.dtype not in STORED and stored.kind not in QUANTIZED:
+            if stored.kind in TYPES and not TYPES[stored.kind].plain:
+                check_served(stored.kind, f"{stored.file.path}: tensor {name}")
             kind = stored.dtype.lower().replace("i", "int").replace("f", "float")
             raise CheckpointError(f"{stored.file.path}: tensor {name} is {kind}, must be bfloat16, float16 or float32")
         return stored
@@ -111,19 +154,44 @@ class StoredTensors:
         return stored.dtype, shape, [stored.read(row, row + 1).tobytes() for row in rows]
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """The place of a tensor in its file."""
 
     file: Content
-    dtype: str  # as the format names it
+    dtype: str  # as the format names it, in upper case
     shape: tuple[int, ...]
     start: int  # its bytes in the file are [start, stop)
     stop: int
+    pairs: int = 0  # of the rows of a head, if the two rows of a pair are neighbours in the file; else 0
+
+    @property
+    def kind(self) -> str:
+        """The name of its type in lower case."""
+        return self.dtype.lower()
 
     def read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError."""
+        """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError.
+
+        Rows of pairs are in the order of checkpoints: the first ones of a head's pairs, then the second ones.
+        """
         each = (self.stop - self.start) // max(1, self.shape[0] if self.shape else 1)
-        return self.file.read(self.start + first * each, self.start + last * each)
+        if not self.pairs:
+            return self.file.read(self.start + first * each, self.start + last * each)
+        head = 2 * self.pairs
+        begin, end = first // head * head, -(-last // head) * head
+        content = self.file.read(self.start + begin * each, self.start + end * each)
+        rows = content.reshape(-1, self.pairs, 2, each).swapaxes(1, 2).reshape(-1, each)
+        return rows[first - begin : last - begin].reshape(-1)
+
+
+def _dequantized(stored: StoredTensor, rows: range) -> NDArray[np.float32]:
+    """Return the values of a quantized matrix's rows, a few at a time: a block takes more memory on the way."""
+    found = np.empty((len(rows), stored.shape[-1]), np.float32)
+    step = max(1, _AT_A_TIME // stored.shape[-1])
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        found[first : first + step] = dequantize(stored.kind, stored.read(part.start, part.stop).reshape(len(part), -1))
+    return found
 
 
 def as_tensor(stored: NDArray[Any]) -> Tensor:
@@ -134,7 +202,12 @@ def as_tensor(stored: NDArray[Any]) -> Tensor:
     return tensor.view(torch.bfloat16) if stored.dtype == np.uint16 else tensor
 
 
-def _layout(file: Content) -> dict[str, _Stored]:
+def safetensors_layout(files: Sequence[Content]) -> dict[str, StoredTensor]:
+    """Return the tensors of files. Raises CheckpointError."""
+    return {name: it for file in files for name, it in _layout(file).items()}
+
+
+def _layout(file: Content) -> dict[str, StoredTensor]:
     """Return the tensors of a file, which are all of its bytes behind the header. Raises CheckpointError.
 
     Errors quote nothing of the header: the file may be anybody's.
@@ -155,7 +228,7 @@ def _layout(file: Content) -> dict[str, _Stored]:
     if not isinstance(header, dict):
         raise broken("the header is no JSON object")
     header.pop("__metadata__", None)
-    found: dict[str, _Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for number, (name, it) in enumerate(header.items(), 1):
         if (stored := _stored(file, 8 + length, it)) is None:
             raise broken(f"entry {number} of the header is no tensor's")
@@ -170,7 +243,7 @@ def _layout(file: Content) -> dict[str, _Stored]:
     return found
 
 
-def _stored(file: Content, data: int, entry: object) -> _Stored | None:
+def _stored(file: Content, data: int, entry: object) -> StoredTensor | None:
     """Return the tensor that an entry of a header describes; None for anything else. `data`: where the first begins."""
     if not isinstance(entry, dict):
         return None
@@ -180,7 +253,7 @@ def _stored(file: Content, data: int, entry: object) -> _Stored | None:
     start, stop = offsets
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         return None
-    return _Stored(file, dtype, shape, data + start, data + stop)
+    return StoredTensor(file, dtype, shape, data + start, data + stop)
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

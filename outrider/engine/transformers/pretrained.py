@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read_outline, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_outline, read_tokenizer_digest
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.transformers.weight_only import quantize
@@ -82,7 +82,7 @@ class Pretrained:
             dtype=dtype,
             vocabulary=outline.vocabulary,
             context=outline.context,
-            eos_ids=read_eos_ids(path, read_json(path / "config.json")),
+            eos_ids=read_eos_ids(path),
             tokenizer_digest=digest,
             parameters=parameters,
             weight_bytes=_weight_bytes(model),

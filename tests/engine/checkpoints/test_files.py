@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_json
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.model_card import weights_digest
-from outrider.engine.checkpoints.stored_tensors import StoredTensors
+from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
 
 SECRET = "correct horse battery staple"
@@ -161,7 +161,7 @@ def test_tensors_of_a_damaged_file_lie_inside_it(file: Path, data: st.DataObject
     read = ReadFile(file, np.frombuffer(bytes(content), np.uint8))
     found = 0
     with suppress(CheckpointError):
-        weights = StoredTensors([read], file)
+        weights = StoredTensors(safetensors_layout([read]), file)
         found = sum(sum(map(len, weights.row_bytes(name)[2])) for name in weights.files)
     assert found <= len(content)
 

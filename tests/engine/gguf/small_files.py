@@ -96,3 +96,69 @@ def write(path: Path, *args: Any, **options: Any) -> Path:
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Random bytes as rows of a type."""
     return np.random.default_rng(seed).integers(0, 256, (rows, TYPES[kind].row_bytes(columns)), dtype=np.uint8)
+
+
+WIDTH, HEADS, KV_HEADS, FFN, VOCABULARY, LAYERS, CONTEXT = 64, 4, 2, 96, 70, 2, 256
+CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
+
+
+def model_metadata(architecture: str = "llama", **changes: Any) -> dict[str, Any]:
+    """The metadata of a small model; `changes` by the last parts of keys, None: without it."""
+    found = {
+        "general.architecture": architecture,
+        f"{architecture}.context_length": CONTEXT,
+        f"{architecture}.embedding_length": WIDTH,
+        f"{architecture}.block_count": LAYERS,
+        f"{architecture}.feed_forward_length": FFN,
+        f"{architecture}.attention.head_count": HEADS,
+        f"{architecture}.attention.head_count_kv": KV_HEADS,
+        f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{architecture}.rope.freq_base": 1e6,
+    }
+    for name, value in changes.items():
+        ending = name.replace("__", ".")
+        keys = [key for key in found if key.endswith(ending)] or [f"{architecture}.{ending}"]
+        found |= dict.fromkeys(keys, value)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def model_tensors(architecture: str = "llama", kind: str = "q8_0", *, tied: bool = True) -> dict[str, Made]:
+    """The tensors of that model, random ones."""
+    size = WIDTH // HEADS
+    linears = {
+        "attn_q": (HEADS * size, WIDTH),
+        "attn_k": (KV_HEADS * size, WIDTH),
+        "attn_v": (KV_HEADS * size, WIDTH),
+        "attn_output": (WIDTH, HEADS * size),
+        "ffn_gate": (FFN, WIDTH),
+        "ffn_up": (FFN, WIDTH),
+        "ffn_down": (WIDTH, FFN),
+    }
+    random = np.random.default_rng(3)
+
+    def matrix(*shape: int) -> Made:
+        blocks = random.integers(0, 256, (shape[0], shape[1] // TYPES[kind].values, TYPES[kind].bytes), np.uint8)
+        if kind == "q8_0":
+            blocks[..., :2] = np.array([0.002], np.float16).view(np.uint8)
+        elif kind in ("f32", "f16"):
+            dtype = np.float32 if kind == "f32" else np.float16
+            return Made(kind, shape, (0.15 * random.standard_normal(shape)).astype(dtype).tobytes())
+        return Made(kind, shape, blocks.tobytes())
+
+    def vector(count: int) -> Made:
+        return Made("f32", (count,), (1 + 0.1 * random.standard_normal(count)).astype(np.float32).tobytes())
+
+    found = {"token_embd.weight": matrix(VOCABULARY, WIDTH), "output_norm.weight": vector(WIDTH)}
+    if not tied:
+        found["output.weight"] = matrix(VOCABULARY, WIDTH)
+    for layer in range(LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            found[f"blk.{layer}.{name}.weight"] = vector(WIDTH)
+        for name, shape in linears.items():
+            found[f"blk.{layer}.{name}.weight"] = matrix(*shape)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                found[f"blk.{layer}.{name}.bias"] = vector(shape[0])
+        if architecture == "qwen3":
+            for name in ("attn_q_norm", "attn_k_norm"):
+                found[f"blk.{layer}.{name}.weight"] = vector(size)
+    return found

@@ -93,12 +93,21 @@ class GgufFile:
         return it.file.read(it.start + first * each, it.start + last * each).reshape(len(part), each)
 
     def number(self, key: str, default: int | None = None, *, most: int = 1 << 28) -> int:
-        """Return a positive integer of the metadata. Raises CheckpointError."""
+        """Return a positive integer of the metadata, for each layer or for all. Raises CheckpointError."""
         value = self.metadata.get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(key, "a positive integer")
         if value > most:
             raise self.wrong(key, f"at most {most}")
+        return value
+
+    def single(self, key: str) -> int | float | str | None:
+        """Return a value of the metadata that is no array; None if there is none. Raises CheckpointError."""
+        value: int | float | str | list[str] | NDArray[Any] | None = self.metadata.get(key)
+        if isinstance(value, list | np.ndarray):
+            raise self.wrong(key, "a single value")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

@@ -1,0 +1,188 @@
+"""The sizes of a model from the metadata and the tensors of its GGUF file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.engine.checkpoints.gguf.header import GgufFile
+from outrider.engine.checkpoints.model_config import (
+    MOST_CONTEXT,
+    MOST_LAYERS,
+    UNBOUNDED,
+    ModelConfig,
+    Outline,
+)
+from outrider.engine.checkpoints.rope import Llama3Scaling, Rope
+from outrider.errors import CheckpointError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's is llama, too
+
+_PADDING = 1024  # most rows of an embedding behind those of tokens
+_LAYER = re.compile(r"blk\.(\d{1,9})\.", re.ASCII)
+# Ends of texts, by their names, beside those that the metadata name: files name one, models have several.
+_ENDS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<|return|>"),
+    *("<|call|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
+)
+_NO_END = {"<|end|>": ("<|return|>", "<|call|>")}  # ends a message and no text where the others are tokens
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
+_BOUNDS = 1.0, 4.0  # factors of low and high frequencies in Llama 3's scaling, of all models that have it
+_ORIGINAL_CONTEXTS = tuple(float(1 << bits) for bits in (13, 12, 11, 14, 15, 16, 17, *range(4, 11)))  # Meta's first
+_NO_TOKEN = 0xFFFFFFFF
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """Return the configuration of a model of the Llama family.
+
+    Raises CheckpointError for another one, for what is not served, and for metadata that contradict the tensors.
+    """
+    kind = file.text("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise file.wrong("general.architecture", f"one of {', '.join(ARCHITECTURES)}: the engine runs the Llama family")
+    if file.single(f"{kind}.expert_count"):
+        raise file.wrong(f"{kind}.expert_count", "0: mixtures of experts are not served; take a dense model")
+    width, heads = file.number(f"{kind}.embedding_length"), file.number(f"{kind}.attention.head_count")
+    kv_heads = file.number(f"{kind}.attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise file.wrong(f"{kind}.attention.head_count_kv", f"a divisor of head_count ({heads})")
+    size = head_dim(file)
+    if size % 2:
+        raise file.wrong(f"{kind}.attention.key_length", "even: RoPE turns pairs")
+    for key, default in (("attention.value_length", size), ("rope.dimension_count", size)):
+        if file.number(f"{kind}.{key}", default) != size:
+            raise file.wrong(f"{kind}.{key}", f"{size}, as the heads' size")
+    eps = _shortest(file.real(f"{kind}.attention.layer_norm_rms_epsilon"))
+    if eps >= 1:
+        raise file.wrong(f"{kind}.attention.layer_norm_rms_epsilon", "a number from 0 to 1")
+    layers = file.number(f"{kind}.block_count", most=MOST_LAYERS)
+    found = 1 + max((int(match[1]) for name in file.tensors if (match := _LAYER.match(name))), default=-1)
+    if found != layers:
+        raise file.wrong(f"{kind}.block_count", f"{found}, the number of layers that it has tensors of")
+    context = file.number(f"{kind}.context_length", most=MOST_CONTEXT)
+    if file.single(f"{kind}.attention.sliding_window"):  # up to its length it equals full attention
+        context = min(context, file.number(f"{kind}.attention.sliding_window", most=MOST_CONTEXT))
+    vocabulary = _vocabulary(file, kind, width)
+    return ModelConfig(
+        model_type=kind,
+        vocabulary=vocabulary,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size,
+        ffn=file.number(f"{kind}.feed_forward_length"),
+        context=context,
+        eps=eps,
+        rope=_rope(file, kind, size),
+        tied="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        ffn_bias="blk.0.ffn_gate.bias" in file.tensors,
+        head_norms=kind == "qwen3",
+        eos_ids=gguf_eos_ids(file),
+        unpadded_vocabulary=vocabulary,
+    )
+
+
+def gguf_outline(file: GgufFile) -> Outline:
+    """Return the sizes of a model of any family. Raises CheckpointError."""
+    kind = file.text("general.architecture")
+    context = file.number(f"{kind}.context_length", UNBOUNDED, most=MOST_CONTEXT)
+    return Outline(kind, _vocabulary(file, kind, file.number(f"{kind}.embedding_length")), context)
+
+
+def head_dim(file: GgufFile) -> int:
+    """Return the dimensions of a head. Raises CheckpointError."""
+    kind = file.text("general.architecture")
+    heads = file.number(f"{kind}.attention.head_count")
+    return file.number(f"{kind}.attention.key_length", file.number(f"{kind}.embedding_length") // heads)
+
+
+def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
+    """Return the ids that end a text: those that the metadata name, and well-known ones. Raises CheckpointError."""
+    found = []
+    tokens, kinds = token_names(file), file.metadata.get("tokenizer.ggml.token_type")
+    for name in ("eos", "eot", "eom"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = file.single(key)
+        if value is None or value == _NO_TOKEN:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < (len(tokens) or _NO_TOKEN):
+            raise file.wrong(key, "the id of a token")
+        found.append(value)
+    if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
+        special = {tokens[at]: at for at in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED)).tolist()}
+        others = {name for name, last in _NO_END.items() if all(it in special for it in last)}
+        found += [special[name] for name in _ENDS if name in special and name not in others]
+    return tuple(dict.fromkeys(found))
+
+
+def token_names(file: GgufFile) -> Sequence[str]:
+    """Return the tokens, empty for a file without a tokenizer. Raises CheckpointError."""
+    found = file.metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(found, list):
+        raise file.wrong("tokenizer.ggml.tokens", "an array of texts")
+    return found
+
+
+def _vocabulary(file: GgufFile, kind: str, width: int) -> int:
+    """Return the rows of the embedding. Raises CheckpointError where the metadata have another number."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing; download the file again")
+    if len(embedding.shape) != 2 or embedding.shape[1] != width:
+        raise CheckpointError(
+            f"{file.path}: tensor token_embd.weight has shape {list(embedding.shape)}, metadata "
+            f"{kind}.embedding_length is {width}; convert the model anew"
+        )
+    rows, tokens = embedding.shape[0], len(token_names(file))
+    if tokens and not rows - _PADDING < tokens <= rows:
+        raise CheckpointError(
+            f"{file.path}: has {tokens} tokens and an embedding of {rows} rows; the two must agree: convert the model "
+            "anew"
+        )
+    if file.number(f"{kind}.vocab_size", rows) not in (rows, tokens):
+        raise file.wrong(f"{kind}.vocab_size", f"{rows}, the rows of the embedding")
+    return rows
+
+
+def _rope(file: GgufFile, kind: str, size: int) -> Rope:
+    theta = _shortest(file.real(f"{kind}.rope.freq_base", 10000.0))
+    for name in ("scaling.type", "scaling.factor", "scale_linear"):
+        if file.single(key := f"{kind}.rope.{name}") not in (None, "none", "", 0.0, 1.0):
+            raise file.wrong(key, "absent: of RoPE's scalings only Llama 3's is served")
+    if "rope_freqs.weight" not in file.tensors:
+        return Rope(theta, None)
+    it = file.tensors["rope_freqs.weight"]
+    if (it.kind, it.shape) != ("f32", (size // 2,)):
+        raise CheckpointError(
+            f"{file.path}: tensor rope_freqs.weight is {it.kind} of shape {list(it.shape)}, must be f32 of "
+            f"[{size // 2}]"
+        )
+    return _scaled(file, theta, size)
+
+
+def _scaled(file: GgufFile, theta: float, size: int) -> Rope:
+    """Return RoPE with Llama 3's scaling, of which files have each frequency's divisor. Raises CheckpointError."""
+    divisors = file.read("rope_freqs.weight").view(np.float32).reshape(-1)
+    plain = Rope(theta, None).frequencies(size)
+    if np.isfinite(divisors).all() and (divisors == 1).all():
+        return Rope(theta, None)
+    factor = _shortest(float(divisors[-1]))
+    if 1 < factor < 1 << 16:
+        for context in _ORIGINAL_CONTEXTS:
+            found = Rope(theta, Llama3Scaling(factor, *_BOUNDS, context))
+            if np.allclose(plain / found.frequencies(size), divisors, rtol=1e-4, atol=0):
+                return found
+    raise CheckpointError(
+        f"{file.path}: tensor rope_freqs.weight has other divisors than Llama 3's scaling; take the model as "
+        "safetensors, whose config.json has its terms"
+    )
+
+
+def _shortest(value: float) -> float:
+    """Return the number of the fewest digits that is this one in float32: the one that was written."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,51 @@
+"""The tensors of a GGUF file under the names that checkpoints of Hugging Face have."""
+
+from __future__ import annotations
+
+import re
+
+from outrider.engine.checkpoints.gguf.config import head_dim
+from outrider.engine.checkpoints.gguf.header import GgufFile
+from outrider.engine.checkpoints.stored_tensors import StoredTensor
+
+_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TURNED = ("attn_q", "attn_k")  # converters reorder their rows for architecture llama
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,8})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
+
+
+def gguf_tensors(file: GgufFile) -> dict[str, StoredTensor]:
+    """Return the tensors of a file; those that models of the Llama family do not have keep their names.
+
+    llama.cpp turns neighbours by RoPE where architecture is llama, so its converter puts the rows of a pair, which are
+    half a head apart in a checkpoint, beside one another.
+    """
+    pairs = head_dim(file) // 2 if file.metadata.get("general.architecture") == "llama" else 0
+    found = {}
+    for name, it in file.tensors.items():
+        match = _NAME.fullmatch(name)
+        turned = pairs if match and match["part"] in _TURNED and not it.shape[0] % (2 * pairs or 1) else 0
+        found[_name(match) or name if match else name] = StoredTensor(
+            it.file, it.kind.upper(), it.shape, it.start, it.stop, turned
+        )
+    return found
+
+
+def _name(match: re.Match[str]) -> str | None:
+    """Return a tensor's name in a checkpoint; None if models of the Llama family have none like it."""
+    layer, part, kind = match.groups()
+    if layer is None:
+        return f"{_ENDS[part]}.{kind}" if part in _ENDS else None
+    return f"model.layers.{layer}.{_PARTS[part]}.{kind}" if part in _PARTS else None
