@@ -55,7 +55,7 @@ def check_settings(config: DrafterConfig) -> None:
             "heads: draft for verifiers of their own target, in one rank; give none of drafts, target, any_target, "
             "layers, skip, tier and tensor_parallel"
         )
-    if config.backend == "transformers" or config.dtype not in ("float32", "bfloat16"):
+    if config.backend == "transformers" or config.dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError("heads: run on the native backend, in float32 or bfloat16; leave out backend and dtype")
 
 

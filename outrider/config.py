@@ -40,7 +40,8 @@ TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequo
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]  # see outrider.core.proposers.lookup
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
-WeightType = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # float8: on GPUs alone
+# auto: as the file has them where they are quantized, else bfloat16. float8: on GPUs alone
+WeightType = Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"]
 CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
@@ -188,7 +189,7 @@ class WorkerConfig(GrpcConfig):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    dtype: WeightType = "bfloat16"  # a quantized target is another target
+    dtype: WeightType = "auto"  # a quantized target is another target; auto: bfloat16, quantized weights as stored
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
     lookup: Literal[LookupMethod, "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`
@@ -201,7 +202,7 @@ class VerifierConfig(WorkerConfig):
 class DrafterConfig(WorkerConfig):
     """One drafter. Its model may be the target's checkpoint, made cheaper by `dtype`, `layers` or `skip`."""
 
-    dtype: WeightType = "bfloat16"  # of fewer bits: quantized while loading
+    dtype: WeightType = "auto"  # of fewer bits: quantized while loading; auto: as a verifier's
     layers: int | None = Field(default=None, ge=1)  # run the first layers alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     heads: Path | None = None  # EAGLE heads on `model`, the target, of which only embedding and head are loaded

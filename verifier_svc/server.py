@@ -129,7 +129,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     draining=scheduler.sessions.draining,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
-                    dtype=config.dtype,
+                    dtype=engine.dtype,
                     arm=str(steering.governor.arm),
                     arm_reason=steering.governor.reason,
                     tokens_per_s=steering.tokens_per_s,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, Weights, read_config, read_json, read_outline
 from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
@@ -82,7 +82,7 @@ def load_engine(
     path: Path,
     *,
     backend: Backend = "auto",
-    dtype: Dtype,
+    dtype: Dtype | Literal["auto"],
     device: str = "cpu",
     layers: int | None = None,
     skip: Collection[int] = (),
@@ -99,7 +99,9 @@ def load_engine(
 ) -> Engine:
     """Load a checkpoint folder, or a rank's part of it.
 
-    `dtype`: type of the weights; others are converted, for int8 and int4 quantized, while they are read.
+    `dtype`: type of the weights; others are converted, for int8 and int4 quantized, while they are read. "stored": each
+    stays in its file's, for the compiled kernels; "auto": that for quantized checkpoints where the kernels are, else
+    bfloat16.
     `layers`: run the first ones alone, then the final norm and the head (early exit). `skip`: run all layers but these.
     Layers that are left out are not read, and do not count in `parameters`. `numerics`: "invariant" requires that a
     token's logits have the same bits in every pass; the compiled kernels guarantee that in any case.
@@ -113,17 +115,21 @@ def load_engine(
     ConfigError where this machine, its packages or the backend do not support a setting, for layers that the checkpoint
     does not have, and for ranks that cannot share it.
     """
-    settings = EngineSettings(**{name: value for name, value in locals().items() if name not in ("path", "backend")})
     chosen = chosen_backend(path, backend)
+    if dtype == "auto":
+        compiled = device == "cpu" and chosen == "native" and not _why_on_torch(group)
+        dtype = "stored" if compiled and Weights(path).quantized else "bfloat16"
+    given = {name: value for name, value in locals().items() if name in EngineSettings.__dataclass_fields__}
+    settings = EngineSettings(**given)
     kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
     if dtype == "float8" and kind.load is not _load_on_device:
         raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
     return kind.load(path, settings)
 
 
-def _why_on_torch(it: EngineSettings) -> str:
+def _why_on_torch(group: Group) -> str:
     """Return why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
-    if isinstance(it.group, SocketGroup | SingleRank):
+    if isinstance(group, SocketGroup | SingleRank):
         return missing()
     return "its ranks are connected by torch.distributed"
 
@@ -136,7 +142,7 @@ def _load_compiled(path: Path, it: EngineSettings) -> Engine:
 
 def _load_on_torch(path: Path, it: EngineSettings) -> Engine:
     """Load the device's engine for a CPU, where the compiled kernels do not run. The host chooses the tokens."""
-    reason = _why_on_torch(it)
+    reason = _why_on_torch(it.group)
     if it.numerics == "invariant":
         raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
     if it.dtype in ("int8", "int4"):
@@ -239,7 +245,7 @@ class EngineKind(NamedTuple):
 
 ENGINES = (
     EngineKind("native", lambda it: it.device != "cpu", _load_on_device),
-    EngineKind("native", lambda it: not _why_on_torch(it), _load_compiled),
+    EngineKind("native", lambda it: not _why_on_torch(it.group), _load_compiled),
     EngineKind("native", lambda it: True, _load_on_torch),
     EngineKind("transformers", lambda it: True, _load_transformers),
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.rpc.tls import Tls
     from outrider.wire.verifier import Control
 
-Dtype = Literal["float32", "bfloat16", "int8", "int4"]
+Dtype = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 Ca = Annotated[Path | None, typer.Option(envvar=TLS["ca"], help="The CA whose certificates are trusted, for TLS.")]
 Cert = Annotated[Path | None, typer.Option(envvar=TLS["cert"], help="This tool's certificate; it names the role.")]
 PrivateKey = Annotated[Path | None, typer.Option(envvar=TLS["key"], help="File with the certificate's private key.")]
@@ -53,7 +53,9 @@ def describe(
         str, typer.Argument(help="A checkpoint folder, ORG/NAME[@REVISION] on the hub, or HOST:PORT of a server.")
     ],
     backend: Annotated[Backend, typer.Option(help="Backend for a checkpoint.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Type of a checkpoint's weights.")] = "bfloat16",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type of a checkpoint's weights; auto: bfloat16, quantized ones as stored.")
+    ] = "auto",
     layers: Annotated[int | None, typer.Option(help="Load only the first N layers. [default: all layers]")] = None,
     skip: Annotated[
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")

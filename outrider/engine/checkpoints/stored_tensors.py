@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,6 +105,15 @@ class StoredTensors:
     def kind(self, name: str) -> str:
         """Return the name of a tensor's type in lower case, as "bf16" and "q4_k"; the tensor is one of `files`."""
         return self._stored[name].kind
+
+    @property
+    def quantized(self) -> str:
+        """The type of most of the quantized values; empty where there are none."""
+        bytes_of: Counter[str] = Counter()
+        for it in self._stored.values():
+            if it.kind in QUANTIZED:
+                bytes_of[it.kind] += it.stop - it.start
+        return max(bytes_of, key=bytes_of.__getitem__, default="")
 
     def blocks(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.uint8]:
         """Return a quantized matrix of that shape, or a part of it, as its blocks: [rows, bytes of a row].

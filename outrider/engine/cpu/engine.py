@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 SPARE = 4  # pages beyond those of one text that `kv_memory` must have
 
-# Type of the head, by that of the layers. Quantized models have it in int8: in int4 it would choose other tokens too
-# often.
-HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
+# Type of the head where it is not that of the layers: in int4 it would choose other tokens too often.
+HEADS: dict[Dtype, Dtype] = {"int4": "int8"}
 
 
 class CpuEngine(Engine):
@@ -54,10 +53,12 @@ class CpuEngine(Engine):
         rows: int,
         parameters: int,
         kept: Sequence[int],
+        quantized: str,
     ) -> None:
         """Make an engine over a compiled model with all of its weights.
 
-        `config`: the checkpoint's own shape; `kept`: its layers that the model has.
+        `config`: the checkpoint's own shape; `kept`: its layers that the model has; `quantized`: the type of most of
+        the checkpoint's quantized weights.
         """
         dtype, group = settings.dtype, settings.group
         part = group.shard.config(replace(config, layers=len(kept)))
@@ -71,7 +72,7 @@ class CpuEngine(Engine):
                 rows=rows,
                 slots=settings.slots,
                 parameters=parameters,
-                dtype=dtype,
+                dtype=quantized if dtype == "stored" else dtype,
                 numerics="invariant",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
@@ -114,11 +115,12 @@ class CpuEngine(Engine):
             check_kv_memory(settings.kv_memory, pages * _page_bytes(part, dtype), rows)
         try:
             model = _empty_model(part, settings, rows)
-            load_layers(model, weights, config, group.shard, kept)
+            load_layers(model, weights, config, group.shard, kept, stored=dtype == "stored")
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
         weights.finish()
-        return cls(model, config, digest, settings, rows=rows, parameters=parameters, kept=kept)
+        quantized = weights.quantized
+        return cls(model, config, digest, settings, rows=rows, parameters=parameters, kept=kept, quantized=quantized)
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         outputs = 0 if self._group.shard.rank else sum(map(_outputs, segments))
@@ -247,7 +249,7 @@ def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Mo
     positions, features, group = max(rows, config.context), settings.features, settings.group
     return Model(
         settings.dtype,
-        HEADS[settings.dtype],
+        HEADS.get(settings.dtype, settings.dtype),
         (
             config.vocabulary,
             config.unpadded_vocabulary,

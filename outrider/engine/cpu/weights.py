@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.engine.adapters.low_rank import (
     JOINED,
@@ -18,10 +17,11 @@ from outrider.engine.adapters.low_rank import (
     parse_adapter,
 )
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
+from outrider.engine.checkpoints.gguf.block_types import QUANTIZED
 from outrider.engine.tensor_parallel.sharding import Shard, WeightPart, tensor_shapes
 
 if TYPE_CHECKING:
-    from outrider._native import Adapter, Model
+    from outrider._native import Adapter, Model, Weight
 
 _MOST = max(map(len, JOINED.values()))  # weights of a linear
 
@@ -37,22 +37,30 @@ def check_layers(source: Weights, config: ModelConfig, kept: Sequence[int]) -> i
     return sum(map(math.prod, shapes.values()))
 
 
-def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard, kept: Sequence[int]) -> None:
+def load_layers(
+    model: Model, source: Weights, config: ModelConfig, shard: Shard, kept: Sequence[int], *, stored: bool = False
+) -> None:
     """Load the `kept` layers, embedding, last norm and head into a model; bfloat16 as its bits.
 
-    `config`: that of the complete model. Raises CheckpointError.
+    `config`: that of the complete model. `stored`: quantized weights stay in their blocks. Raises CheckpointError.
     """
 
-    def take(it: WeightPart) -> NDArray[Any]:
-        return np.ascontiguousarray(source.array(it.name, *it.shape, rows=it.rows, columns=it.columns))
+    def take(it: WeightPart, rows: int = 0) -> Weight:
+        """Return a weight, with zeros below it where it has fewer than `rows`."""
+        part = {"rows": it.rows, "columns": it.columns}
+        kind = source.kind(it.name) if it.name in source.files else ""
+        in_blocks = stored and kind in QUANTIZED
+        found = source.blocks(it.name, *it.shape, **part) if in_blocks else source.array(it.name, *it.shape, **part)
+        if rows > len(found):
+            found = np.pad(found, ((0, rows - len(found)), (0, 0)))
+        found = np.ascontiguousarray(found)
+        return (kind, found) if in_blocks else found
 
     for index, layer in enumerate(kept):
         model.set_layer(index, {what: take(part) for what, part in shard.layer(config, layer).items()})
     ends = shard.ends(config)
     embedding = None if config.tied and shard.of == 1 else take(ends["embedding"])  # None: that of the head
-    head = take(ends["head"])
-    missing = -(-config.vocabulary // shard.of) - len(head)  # ranks have equally many rows
-    model.set_ends(embedding, take(ends["norm"]), np.pad(head, ((0, missing), (0, 0))) if missing else head)
+    model.set_ends(embedding, take(ends["norm"]), take(ends["head"], -(-config.vocabulary // shard.of)))
 
 
 class CpuAdapters(AdapterLoader):

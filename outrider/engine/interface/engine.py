@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from outrider.engine.heads.speculator import Speculator
 
 Numerics = Literal["fast", "invariant"]
-Dtype = Literal["float32", "bfloat16", "float8", "int8", "int4"]  # of the layers' linears
+# Of the layers' linears; stored: each in the type that its file has.
+Dtype = Literal["float32", "bfloat16", "float8", "int8", "int4", "stored"]
 PAGE = 16  # rows of KV, where it lies in pages
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 
@@ -49,7 +50,7 @@ class Traits:
     rows: int  # cache rows of a slot
     slots: int
     parameters: int
-    dtype: str  # of the weights
+    dtype: str  # of the weights; where they are as stored, the type of most of them
     numerics: Numerics
     tokenizer_digest: bytes
     eos_ids: tuple[int, ...]
