@@ -20,7 +20,12 @@ from typing import Any
 import numpy as np
 
 VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
-KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"))
+KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("stored", "stored"))
+IN_BLOCKS = ("int4", "stored")
+BLOCKS = {  # of 256 inputs: bytes
+    **{"q8_0": 272, "q4_0": 144, "q4_1": 160, "q5_0": 176, "q5_1": 192, "q2_k": 84, "q3_k": 110, "q4_k": 144},
+    **{"q5_k": 176, "q6_k": 210, "iq4_nl": 144, "iq4_xs": 136, "mxfp4": 136},
+}
 SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
 ANGLES = np.zeros((ROWS, 4), np.float32)
 WEIGHTS = ["attention_norm", "query", "key", "value", "output", "ffn_norm", "gate", "up", "down"]  # of every layer
@@ -49,9 +54,10 @@ def make(
     """A random model, its width and two adapters. `ranks`: this one, seconds that it waits, and sockets to each."""
     of = max(1, len(ranks[2]))
     heads, kv_heads, dim = ((4, 2, 8), (3, 1, 20), (2, 2, 32))[int(dice.integers(3))]
-    width, ffn = (64, 96) if kinds[0] == "int4" else (int(dice.integers(5, 70)), int(dice.integers(5, 90)))
-    if kinds[0] == "int4":
-        heads, kv_heads, dim = 4, 2, 16
+    width, ffn = int(dice.integers(5, 70)), int(dice.integers(5, 90))
+    if kinds[0] in IN_BLOCKS:
+        width, ffn = (64, 96) if kinds[0] == "int4" else (256, 256)
+        heads, kv_heads, dim = 4, 2, width // 4
     width = -(-width // of) * of
     angles = np.outer(np.arange(ROWS), np.ones(dim // 2)).astype(np.float32)
     shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5, 0)
@@ -66,6 +72,12 @@ def make(
         bits = values.view(np.uint32) >> np.uint32(16)
         return values if kind == 0 else values.astype(np.float16) if kind == 1 else bits.astype(np.uint16)
 
+    def linear(rows: int, columns: int) -> Any:
+        if kinds[0] != "stored" or not dice.integers(8):
+            return weight(rows, columns)
+        name = str(dice.choice([*BLOCKS]))  # bytes of which no scale is large, or no number
+        return name, dice.integers(0, 256, (rows, columns // 256 * BLOCKS[name]), dtype=np.uint8) & np.uint8(0x2B)
+
     def maybe(there: bool, *sizes: int) -> np.ndarray | None:
         return weight(*sizes) if there else None
 
@@ -73,7 +85,7 @@ def make(
     for layer in range(2):
         linears = {"query": (queries, width), "key": (keys, width), "value": (keys, width), "output": (width, queries)}
         linears |= {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
-        given = {name: weight(*size) for name, size in linears.items()}
+        given = {name: linear(*size) for name, size in linears.items()}
         given |= {"attention_norm": weight(width), "ffn_norm": weight(width)}
         if biased:
             given |= {f"{name}_bias": weight(size[0]) for name, size in linears.items()}
@@ -81,7 +93,7 @@ def make(
             given |= {"query_norm": weight(dim), "key_norm": weight(dim)}
         model.set_layer(layer, given)
     embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
-    model.set_ends(embedding, weight(width), weight(-(-VOCABULARY // of), width))
+    model.set_ends(embedding, weight(width), linear(-(-VOCABULARY // of), width))
     kind = "float32" if kinds[0] == "float32" else "bfloat16"
     adapters = [native.Adapter(kind, width, queries, keys, ffn, 2) for _ in range(2)]
     shapes = [[(queries, width), (keys, width), (keys, width)], [(width, queries)], 2 * [(ffn, width)], [(width, ffn)]]

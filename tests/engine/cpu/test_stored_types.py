@@ -1,0 +1,136 @@
+"""Weights of GGUF files in the compiled engine: every type, mixed ones, and what cannot be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from outrider import _native
+from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES
+from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.engine import Dtype
+from outrider.engine.interface.settings import EngineSettings
+from outrider.engine.loading import load_engine
+from tests.engine.gguf.block_files import VOCABULARY, model_file
+from tests.engine.small_checkpoints import Tree, prompt, random_tokens
+
+# As converters choose types for Q4_K_M: some weights of a linear are of another type than the rest.
+MIXED = {"attn_v": "q6_k", "ffn_down": "q6_k", "ffn_up": "q5_0", "token_embd": "q8_0", "output": "q6_k"}
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.cpu.engine.read_tokenizer_digest", lambda _: bytes(16))
+
+
+def load(file: Path, dtype: Dtype = "stored", **changes: object) -> CpuEngine:
+    settings: dict[str, object] = {"slots": 2, "rows": 200, "threads": 2} | changes
+    return CpuEngine.load(file, EngineSettings(dtype=dtype, **settings))  # type: ignore[arg-type]
+
+
+def mixed(name: str) -> str:
+    return MIXED.get(name.rpartition(".")[2], "q4_k")
+
+
+def check_close(file: Path, tokens: Sequence[int]) -> None:
+    """Inputs are rounded to 8 bits in blocks of 32: a few thousandths in each of some fifteen linears."""
+    exact = load(file, "float32").forward([prompt(0, np.array(tokens))])
+    found = load(file).forward([prompt(0, np.array(tokens))])
+    assert 0 < np.sqrt(((found - exact) ** 2).mean()) / exact.std() < 0.03
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_every_type_gives_the_dequantized_models_logits(kind: str, tmp_path: Path) -> None:
+    file = model_file(tmp_path / "model.gguf", lambda _: kind)
+    check_close(file, range(60))
+    engine = load_engine(file, dtype="auto", slots=1, rows=100)
+    assert engine.dtype == kind
+    matrices = sum(rows * columns for name, (rows, columns) in matrices_of(file).items())
+    padding = 13 * 256 if VOCABULARY % 32 else 0  # the head's panels are of 16 outputs, and even in number
+    assert VOCABULARY % 32 == 3
+    assert engine.weight_bytes <= (matrices + 29 * 256) / TYPES[kind].values * TYPES[kind].bytes
+    assert engine.weight_bytes >= (matrices + padding) / TYPES[kind].values * TYPES[kind].bytes
+
+
+def matrices_of(file: Path) -> dict[str, tuple[int, int]]:
+    from outrider.engine.checkpoints.checkpoint import Weights
+
+    source = Weights(file)
+    shapes = {name: source.shape(name) for name in source.files}
+    return {name: (it[0], it[1]) for name, it in shapes.items() if len(it) == 2}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_linear_may_differ_in_type(tied: bool, tmp_path: Path) -> None:
+    check_close(model_file(tmp_path / "model.gguf", mixed, tied=tied), range(60))
+
+
+@pytest.mark.parametrize("plain", ["f32", "f16", "bf16"])
+def test_a_linear_with_a_weight_that_is_not_quantized_is_computed_in_floats(plain: str, tmp_path: Path) -> None:
+    file = model_file(tmp_path / "model.gguf", lambda name: plain if name.endswith(("attn_k", "ffn_gate")) else "q4_0")
+    check_close(file, range(60))
+    file = model_file(tmp_path / "plain.gguf", lambda name: "q4_0" if name.endswith("ffn_down") else plain)
+    check_close(file, range(60))
+
+
+@pytest.mark.parametrize("instructions", _native.instruction_sets())
+@pytest.mark.parametrize("kind_of", [lambda _: "q4_0", mixed], ids=["q4_0", "mixed"])
+def test_a_tokens_bits_are_the_same_in_every_batch(
+    kind_of: Callable[[str], str], instructions: str, tmp_path: Path
+) -> None:
+    engine = load(model_file(tmp_path / "model.gguf", kind_of), instructions=instructions)
+    random = np.random.default_rng(4)
+    history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 37)
+    engine.forward([prompt(0, history, wanted=0)])
+    logits = engine.forward([tree.segment(0, len(history))])
+    path = tree.path(36)
+    text = np.concatenate([history, tree.tokens[path]])
+    alone = [engine.forward([prompt(1, text[at : at + 1], at)])[0] for at in range(len(text))]
+    assert np.array_equal(logits[path], alone[len(history) :])
+
+
+def spoiled(file: Path, name: str, value: float) -> Path:
+    """The file with that scale in the first block of a tensor of q4_0."""
+    from outrider.engine.checkpoints.gguf.header import GgufFile
+
+    start = GgufFile(file).tensors[name].start
+    content = bytearray(file.read_bytes())
+    content[start : start + 2] = np.array([value], np.float16).tobytes()
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_scale_that_is_no_number_makes_logits_that_are_none(value: float, tmp_path: Path) -> None:
+    file = spoiled(model_file(tmp_path / "model.gguf", lambda _: "q4_0"), "blk.0.ffn_up.weight", value)
+    assert not np.isfinite(load(file).forward([prompt(0, np.arange(20))])[-1]).any()
+
+
+def test_a_scale_of_zero_is_a_block_of_zeros(tmp_path: Path) -> None:
+    file = spoiled(model_file(tmp_path / "model.gguf", lambda _: "q4_0"), "blk.0.ffn_up.weight", 0.0)
+    check_close(file, range(60))
+
+
+def bad(blocks: NDArray[np.uint8], kind: str = "q4_k") -> tuple[str, NDArray[np.uint8]]:
+    return kind, blocks
+
+
+def test_blocks_that_are_none_are_refused() -> None:
+    angles = np.zeros((8, 8), np.float32)
+    shape = (32, 32, 256, 1, 1, 1, 16, 32, 8, 1, 8, 1e-5, 0)
+    model = _native.Model("stored", "stored", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
+    norm = np.ones(256, np.float32)
+    for head, problem in (
+        (bad(np.zeros((32, 143), np.uint8)), "blocks are rows of bytes"),
+        (bad(np.zeros((32, 144), np.uint8), "q4_m"), "no format of blocks is named q4_m"),
+        (bad(np.zeros((31, 144), np.uint8)), "another shape"),
+        (bad(np.zeros((32, 288), np.uint8)), "another shape"),
+        (bad(np.zeros((32, 18), np.uint8), "q4_0"), "another shape"),
+        (bad(np.zeros(144, np.uint8)), "blocks are rows of bytes"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            model.set_ends(None, norm, head)
