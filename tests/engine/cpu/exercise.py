@@ -23,8 +23,19 @@ VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
 KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("stored", "stored"))
 IN_BLOCKS = ("int4", "stored")
 BLOCKS = {  # of 256 inputs: bytes
-    **{"q8_0": 272, "q4_0": 144, "q4_1": 160, "q5_0": 176, "q5_1": 192, "q2_k": 84, "q3_k": 110, "q4_k": 144},
-    **{"q5_k": 176, "q6_k": 210, "iq4_nl": 144, "iq4_xs": 136, "mxfp4": 136},
+    "q8_0": 272,
+    "q4_0": 144,
+    "q4_1": 160,
+    "q5_0": 176,
+    "q5_1": 192,
+    "q2_k": 84,
+    "q3_k": 110,
+    "q4_k": 144,
+    "q5_k": 176,
+    "q6_k": 210,
+    "iq4_nl": 144,
+    "iq4_xs": 136,
+    "mxfp4": 136,
 }
 SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
 ANGLES = np.zeros((ROWS, 4), np.float32)
