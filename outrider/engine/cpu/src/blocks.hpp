@@ -12,8 +12,8 @@ namespace outrider {
 // A block of one output, or a part of its row that is as long.
 struct Block {
   uint8_t codes[MOST_UNIT];  // int8: signed ones
-  uint16_t d, m;             // halves
-  uint8_t a[16], b[16];      // of each group, see Scales
+  uint16_t d = 0, m = 0;     // halves
+  uint8_t a[16] = {}, b[16] = {};  // of each group, see Scales
 
   void values(const Layout& it, float* out) const {
     for (int g = 0; g < it.unit / it.group; g++) group_values(it, g, out + g * it.group);
@@ -40,20 +40,40 @@ struct Block {
   }
 };
 
+// Nibbles of a file: those of the first `count` inputs are the lower ones.
+inline void read_nibbles(const uint8_t* in, int count, uint8_t* codes) {
+  for (int k = 0; k < count; k++) codes[k] = in[k] & 15;
+  for (int k = 0; k < count; k++) codes[k + count] = in[k] >> 4;
+}
+
+// Reads pairs of bits of a file: a byte has those of inputs that are 32 apart, in each half of the 256.
+inline void read_pairs(const uint8_t* in, uint8_t* codes) {
+  for (int run = 0; run < 8; run++)
+    for (int k = 0; k < 32; k++) codes[run * 32 + k] = in[run / 4 * 32 + k] >> run % 4 * 2 & 3;
+}
+
+// Adds bits of a file to the codes of 256 inputs, at `place`: a byte has those of inputs that are 32 apart.
+inline void add_bits(const uint8_t* in, int place, uint8_t* codes) {
+  for (int run = 0; run < 8; run++)
+    for (int k = 0; k < 32; k++) codes[run * 32 + k] = uint8_t(codes[run * 32 + k] | (in[k] >> run & 1) << place);
+}
+
+// Adds pairs of bits, in the order of `read_pairs`.
+inline void add_pairs(const uint8_t* in, int place, uint8_t* codes) {
+  for (int run = 0; run < 8; run++)
+    for (int k = 0; k < 32; k++)
+      codes[run * 32 + k] = uint8_t(codes[run * 32 + k] | (in[run / 4 * 32 + k] >> run % 4 * 2 & 3) << place);
+}
+
 // Reads a block of a file.
 inline Block read_block(Format format, const uint8_t* from) {
-  Block block{};
+  Block block;
   const auto half_at = [&](int at) {
     uint16_t bits;
     std::memcpy(&bits, from + at, 2);
     return bits;
   };
-  // Nibbles of 32 inputs: the lower ones are the first 16 inputs.
-  const auto nibbles = [&](const uint8_t* in, int count, uint8_t* out) {
-    for (int k = 0; k < count; k++) out[k] = in[k] & 15, out[k + count] = in[k] >> 4;
-  };
-  // The upper bits of 32 inputs, a bit for each.
-  const auto fifth_bits = [&](const uint8_t* in) {
+  const auto fifth_bits = [&](const uint8_t* in) {  // of 32 inputs
     for (int k = 0; k < 32; k++) block.codes[k] |= uint8_t((in[k / 8] >> k % 8 & 1) << 4);
   };
   switch (format) {
@@ -64,69 +84,65 @@ inline Block read_block(Format format, const uint8_t* from) {
     case Format::q4_0:
     case Format::iq4_nl:
       block.d = half_at(0);
-      nibbles(from + 2, 16, block.codes);
+      read_nibbles(from + 2, 16, block.codes);
       break;
     case Format::q4_1:
       block.d = half_at(0), block.m = half_at(2);
-      nibbles(from + 4, 16, block.codes);
+      read_nibbles(from + 4, 16, block.codes);
       break;
     case Format::q5_0:
       block.d = half_at(0);
-      nibbles(from + 6, 16, block.codes);
+      read_nibbles(from + 6, 16, block.codes);
       fifth_bits(from + 2);
       break;
     case Format::q5_1:
       block.d = half_at(0), block.m = half_at(2);
-      nibbles(from + 8, 16, block.codes);
+      read_nibbles(from + 8, 16, block.codes);
       fifth_bits(from + 4);
       break;
     case Format::mxfp4:
       block.a[0] = std::max<uint8_t>(from[0], 1);
-      nibbles(from + 1, 16, block.codes);
+      read_nibbles(from + 1, 16, block.codes);
       break;
     case Format::q2_k:
       block.d = half_at(80), block.m = half_at(82);
       for (int g = 0; g < 16; g++) block.a[g] = from[g] & 15, block.b[g] = from[g] >> 4;
-      for (int k = 0; k < 256; k++) block.codes[k] = from[16 + k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3;
+      read_pairs(from + 16, block.codes);
       break;
     case Format::q3_k: {
       block.d = half_at(108);
-      const uint8_t *scales = from + 96, *twos = from + 32;
+      const uint8_t* scales = from + 96;
       for (int g = 0; g < 16; g++)
         block.a[g] = uint8_t((scales[g % 8] >> g / 8 * 4 & 15) | (scales[8 + g % 4] >> g / 4 * 2 & 3) << 4);
-      for (int k = 0; k < 256; k++)
-        block.codes[k] = uint8_t((twos[k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3) | (from[k % 32] >> k / 32 & 1) << 2);
+      read_pairs(from + 32, block.codes);
+      add_bits(from, 2, block.codes);
       break;
     }
     case Format::q4_k:
     case Format::q5_k: {
       block.d = half_at(0), block.m = half_at(2);
-      const uint8_t* scales = from + 4;
-      for (int g = 0; g < 8; g++) {
-        const uint8_t upper = g < 4 ? 0 : 1;
-        block.a[g] = upper ? uint8_t((scales[g + 4] & 15) | (scales[g - 4] >> 6) << 4) : scales[g] & 63;
-        block.b[g] = upper ? uint8_t((scales[g + 4] >> 4) | (scales[g] >> 6) << 4) : scales[g + 4] & 63;
+      const uint8_t *scales = from + 4, *nibbles = from + (format == Format::q4_k ? 16 : 48);
+      for (int g = 0; g < 4; g++) {
+        block.a[g] = scales[g] & 63;
+        block.b[g] = scales[g + 4] & 63;
+        block.a[g + 4] = uint8_t((scales[g + 8] & 15) | (scales[g] >> 6) << 4);
+        block.b[g + 4] = uint8_t((scales[g + 8] >> 4) | (scales[g + 4] >> 6) << 4);
       }
-      const uint8_t* in = from + (format == Format::q4_k ? 16 : 48);
-      for (int k = 0; k < 256; k += 64) nibbles(in + k / 2, 32, block.codes + k);
-      if (format == Format::q5_k)
-        for (int k = 0; k < 256; k++) block.codes[k] |= uint8_t((from[16 + k % 32] >> k / 32 & 1) << 4);
+      for (int k = 0; k < 256; k += 64) read_nibbles(nibbles + k / 2, 32, block.codes + k);
+      if (format == Format::q5_k) add_bits(from + 16, 4, block.codes);
       break;
     }
     case Format::q6_k:
       block.d = half_at(208);
       for (int g = 0; g < 16; g++) block.a[g] = uint8_t(from[192 + g] ^ 128);
-      for (int k = 0; k < 256; k++) {
-        const int half = k / 128, quarter = k % 128 / 32, l = k % 32;
-        const uint8_t low = from[half * 64 + quarter % 2 * 32 + l] >> quarter / 2 * 4 & 15;
-        block.codes[k] = uint8_t(low | (from[128 + half * 32 + l] >> quarter * 2 & 3) << 4);
-      }
+      for (int half = 0; half < 2; half++) read_nibbles(from + half * 64, 64, block.codes + half * 128);
+      add_pairs(from + 128, 4, block.codes);
       break;
     case Format::iq4_xs:
       block.d = half_at(0);
       for (int g = 0; g < 8; g++) {
         block.a[g] = uint8_t((from[4 + g / 2] >> g % 2 * 4 & 15) | (half_at(2) >> 2 * g & 3) << 4);
-        nibbles(from + 8 + g * 16, 16, block.codes + g * 32);
+        read_nibbles(from + 8 + g * 16, 16, block.codes + g * 32);
       }
       break;
   }
@@ -183,36 +199,48 @@ struct ScalePlaces {
   }
 };
 
-// The place of four codes of an output in a chunk: `shift` is that of their lower bits, and `above` of the upper ones.
-struct CodePlace {
-  uint8_t *lower, *upper;
-  int shift, above;
+constexpr uint32_t BYTES = 0x01010101;  // a bit of each byte
 
-  CodePlace(const Layout& it, uint8_t* unit, int lane, int k) {
-    const int step = k % CHUNK / 4, each = 8 / it.low, more = it.high ? 8 / it.high : 1;
-    uint8_t* chunk = unit + scale_bytes(it.scales) + k / CHUNK * chunk_bytes(it) + lane * 4;
-    lower = chunk + step / each * 64, shift = step % each * it.low;
-    upper = chunk + it.low * 64 + step / more * 64, above = step % more * it.high;
+// Writes words of codes, `bits` of each byte from the bit `from` on, several to a word of a vector.
+template <int BITS>
+inline void write_words(const uint32_t* codes, int from, uint8_t* out) {
+  constexpr int each = 8 / BITS;
+  for (int word = 0; word < BITS; word++, out += 64) {
+    uint32_t packed = 0;
+    for (int i = 0; i < each; i++) packed |= (codes[word * each + i] >> from & BYTES * ((1u << BITS) - 1)) << i * BITS;
+    std::memcpy(out, &packed, 4);
   }
-};
+}
+
+template <int BITS>
+inline void read_words(const uint8_t* in, int from, uint32_t* codes) {
+  constexpr int each = 8 / BITS;
+  for (int word = 0; word < BITS; word++, in += 64) {
+    uint32_t packed;
+    std::memcpy(&packed, in, 4);
+    for (int i = 0; i < each; i++) codes[word * each + i] |= (packed >> i * BITS & BYTES * ((1u << BITS) - 1)) << from;
+  }
+}
 
 // Writes a block as output `lane` of a unit, which had zeros there.
 inline void write_unit(Format format, const Block& block, uint8_t* unit, int lane) {
   const Layout& it = layout_of(format);
   const ScalePlaces at(it.scales, unit, lane);
-  const ScaleBits bits(it.scales, block);
+  const ScaleBits bits = at.count ? ScaleBits(it.scales, block) : ScaleBits();
   if (at.power) *at.power = block.a[0];
   if (at.d) std::memcpy(at.d, &block.d, 2);
   if (at.m) std::memcpy(at.m, &block.m, 2);
   if (at.upper) std::memcpy(at.upper, &bits.upper, 2);
   for (int i = 0; i < at.count; i++) std::memcpy(at.words + i * 64, &bits.words[i], 4);
-  for (int k = 0; k < it.unit; k += 4) {
-    const CodePlace place(it, unit, lane, k);
-    for (int i = 0; i < 4; i++) {
-      const unsigned code = block.codes[k + i];
-      place.lower[i] = uint8_t(place.lower[i] | (code & ((1u << it.low) - 1)) << place.shift);
-      if (it.high) place.upper[i] = uint8_t(place.upper[i] | code >> it.low << place.above);
-    }
+  uint8_t* chunk = unit + scale_bytes(it.scales) + lane * 4;
+  for (int k = 0; k < it.unit; k += CHUNK, chunk += chunk_bytes(it)) {
+    uint32_t codes[8];
+    std::memcpy(codes, block.codes + k, sizeof codes);
+    if (it.low == 8) write_words<8>(codes, 0, chunk);
+    else if (it.low == 4) write_words<4>(codes, 0, chunk);
+    else write_words<2>(codes, 0, chunk);
+    if (it.high == 1) write_words<1>(codes, it.low, chunk + it.low * 64);
+    else if (it.high == 2) write_words<2>(codes, it.low, chunk + it.low * 64);
   }
 }
 
@@ -220,7 +248,7 @@ inline void write_unit(Format format, const Block& block, uint8_t* unit, int lan
 inline Block read_unit(Format format, const uint8_t* from, int lane) {
   const Layout& it = layout_of(format);
   uint8_t* unit = const_cast<uint8_t*>(from);  // it is read alone
-  Block block{};
+  Block block;
   ScaleBits bits;
   const ScalePlaces at(it.scales, unit, lane);
   if (at.power) block.a[0] = *at.power;
@@ -229,13 +257,15 @@ inline Block read_unit(Format format, const uint8_t* from, int lane) {
   if (at.upper) std::memcpy(&bits.upper, at.upper, 2);
   for (int i = 0; i < at.count; i++) std::memcpy(&bits.words[i], at.words + i * 64, 4);
   bits.read(it.scales, block);
-  for (int k = 0; k < it.unit; k += 4) {
-    const CodePlace place(it, unit, lane, k);
-    for (int i = 0; i < 4; i++) {
-      unsigned code = place.lower[i] >> place.shift & ((1u << it.low) - 1);
-      if (it.high) code |= (place.upper[i] >> place.above & ((1u << it.high) - 1)) << it.low;
-      block.codes[k + i] = uint8_t(code);
-    }
+  uint8_t* chunk = unit + scale_bytes(it.scales) + lane * 4;
+  for (int k = 0; k < it.unit; k += CHUNK, chunk += chunk_bytes(it)) {
+    uint32_t codes[8] = {};
+    if (it.low == 8) read_words<8>(chunk, 0, codes);
+    else if (it.low == 4) read_words<4>(chunk, 0, codes);
+    else read_words<2>(chunk, 0, codes);
+    if (it.high == 1) read_words<1>(chunk + it.low * 64, it.low, codes);
+    else if (it.high == 2) read_words<2>(chunk + it.low * 64, it.low, codes);
+    std::memcpy(block.codes + k, codes, sizeof codes);
   }
   return block;
 }

@@ -189,7 +189,7 @@ class PackedLinear : public Linear {
   void quantize(int o, const float* row) {
     for (int unit = 0; unit < inputs / CHUNK; unit++, row += CHUNK) {
       const auto [low, high] = std::minmax_element(row, row + CHUNK);
-      Block block{};
+      Block block;
       block.m = half_bits(*low);
       block.d = half_bits((*high - *low) / 15.0f);
       const float offset = half_value(block.m), scale = half_value(block.d);
