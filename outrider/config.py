@@ -40,7 +40,7 @@ TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequo
 ARM = r"^(measured|rest|(turns|ahead)( 1/[1-9]\d{0,2})?)$"  # see docs/control.md, "Ways of working"
 LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]  # see outrider.core.proposers.lookup
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
-# auto: as the file has them where they are quantized, else bfloat16. float8: on GPUs alone
+# auto: as a GGUF file has them, else bfloat16. float8: on GPUs alone
 WeightType = Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"]
 CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")
@@ -189,7 +189,7 @@ class WorkerConfig(GrpcConfig):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    dtype: WeightType = "auto"  # a quantized target is another target; auto: bfloat16, quantized weights as stored
+    dtype: WeightType = "auto"  # a quantized target is another target; auto: bfloat16, or as a GGUF file has it
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
     lookup: Literal[LookupMethod, "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`

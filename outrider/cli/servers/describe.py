@@ -54,7 +54,7 @@ def describe(
     ],
     backend: Annotated[Backend, typer.Option(help="Backend for a checkpoint.")] = "auto",
     dtype: Annotated[
-        Dtype, typer.Option(help="Type of a checkpoint's weights; auto: bfloat16, quantized ones as stored.")
+        Dtype, typer.Option(help="Type of a checkpoint's weights; auto: bfloat16, or as a GGUF file has them.")
     ] = "auto",
     layers: Annotated[int | None, typer.Option(help="Load only the first N layers. [default: all layers]")] = None,
     skip: Annotated[

@@ -107,13 +107,12 @@ class StoredTensors:
         return self._stored[name].kind
 
     @property
-    def quantized(self) -> str:
-        """The type of most of the quantized values; empty where there are none."""
+    def main_kind(self) -> str:
+        """The type of most bytes; see `kind`."""
         bytes_of: Counter[str] = Counter()
         for it in self._stored.values():
-            if it.kind in QUANTIZED:
-                bytes_of[it.kind] += it.stop - it.start
-        return max(bytes_of, key=bytes_of.__getitem__, default="")
+            bytes_of[it.kind] += it.stop - it.start
+        return max(bytes_of, key=bytes_of.__getitem__, default="f32")
 
     def blocks(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.uint8]:
         """Return a quantized matrix of that shape, or a part of it, as its blocks: [rows, bytes of a row].

@@ -53,12 +53,12 @@ class CpuEngine(Engine):
         rows: int,
         parameters: int,
         kept: Sequence[int],
-        quantized: str,
+        stored: str,
     ) -> None:
         """Make an engine over a compiled model with all of its weights.
 
-        `config`: the checkpoint's own shape; `kept`: its layers that the model has; `quantized`: the type of most of
-        the checkpoint's quantized weights.
+        `config`: the checkpoint's own shape; `kept`: its layers that the model has; `stored`: the type of most of its
+        weights.
         """
         dtype, group = settings.dtype, settings.group
         part = group.shard.config(replace(config, layers=len(kept)))
@@ -72,7 +72,7 @@ class CpuEngine(Engine):
                 rows=rows,
                 slots=settings.slots,
                 parameters=parameters,
-                dtype=quantized if dtype == "stored" else dtype,
+                dtype=stored if dtype == "stored" else dtype,
                 numerics="invariant",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
@@ -119,8 +119,8 @@ class CpuEngine(Engine):
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
         weights.finish()
-        quantized = weights.quantized
-        return cls(model, config, digest, settings, rows=rows, parameters=parameters, kept=kept, quantized=quantized)
+        stored = weights.main_kind
+        return cls(model, config, digest, settings, rows=rows, parameters=parameters, kept=kept, stored=stored)
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         outputs = 0 if self._group.shard.rank else sum(map(_outputs, segments))

@@ -48,7 +48,7 @@ def load_layers(
     def take(it: WeightPart, rows: int = 0) -> Weight:
         """Return a weight, with zeros below it where it has fewer than `rows`."""
         part = {"rows": it.rows, "columns": it.columns}
-        kind = source.kind(it.name) if it.name in source.files else ""
+        kind = source.kind(it.name)
         in_blocks = stored and kind in QUANTIZED
         found = source.blocks(it.name, *it.shape, **part) if in_blocks else source.array(it.name, *it.shape, **part)
         if rows > len(found):

@@ -46,7 +46,7 @@ struct Packed {
   std::vector<int32_t> zeros;
 
   Packed(Kind kind, int outputs, int inputs) : scales(size_t(outputs), 0.01f), zeros(size_t(outputs), 0) {
-    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::bfloat16 ? 32 * inputs : 16 * inputs;
+    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::int8 ? 16 * inputs : 32 * inputs;
     linear.kind = kind;
     linear.outputs = outputs;
     linear.inputs = linear.padded = inputs;
@@ -55,9 +55,9 @@ struct Packed {
     data.resize(bytes * linear.panels + 4096);
     for (size_t i = 0; i < data.size(); i += 4) {
       const float value = uniform();
-      const uint16_t half = rounded(value);
+      const uint16_t half = kind == Kind::float16 ? half_bits(value) : rounded(value);
       if (kind == Kind::float32) std::memcpy(&data[i], &value, 4);
-      else if (kind == Kind::bfloat16)
+      else if (kind == Kind::bfloat16 || kind == Kind::float16)
         std::memcpy(&data[i], &half, 2), std::memcpy(&data[i + 2], &half, 2);
       else
         for (int j = 0; j < 4; j++) data[i + j] = uint8_t(int8_t(int(dice() % 255) - 127));
@@ -142,7 +142,7 @@ Floats product(const Kernels& kernels, const Linear& l, const Floats& x, const f
 void linears(const Kernels& kernels) {
   const bool rounds = std::strstr(kernels.name, "bf16") || std::strstr(kernels.name, "amx");  // inputs, to 8 bits
   const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
-      {Kind::float32, "float32", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
+      {Kind::float32, "float32", 1e-5}, {Kind::float16, "float16", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
       {Kind::int8, "int8", 0.03}};  // an input may be rounded to the next code
   for (const auto& it : kinds)
     for (int rows = 1; rows <= kernels.most_rows[int(it.kind)]; rows++) {

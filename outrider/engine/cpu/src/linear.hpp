@@ -53,6 +53,7 @@ class PackedLinear : public Linear {
     if (even) panels += panels % 2;
     switch (kind) {
       case Kind::float32: panel_bytes = size_t(padded) * LANES * 4; break;
+      case Kind::float16:
       case Kind::bfloat16: panel_bytes = size_t(padded) * LANES * 2; break;
       case Kind::int8: panel_bytes = size_t(padded) * LANES; break;
       case Kind::blocks: break;
@@ -85,6 +86,7 @@ class PackedLinear : public Linear {
     const size_t count = size_t(outputs) * inputs;
     switch (kind) {
       case Kind::float32: return count * 4;
+      case Kind::float16:
       case Kind::bfloat16: return count * 2;
       case Kind::int8: return count + size_t(outputs) * 4;
       default: return weights_.bytes();
@@ -116,6 +118,9 @@ class PackedLinear : public Linear {
       case Kind::float32:
         for (int k = 0; k < padded; k++) reinterpret_cast<float*>(panel)[size_t(k) * LANES + lane] = row[k];
         break;
+      case Kind::float16:
+        for (int k = 0; k < padded; k++) reinterpret_cast<uint16_t*>(panel)[size_t(k) * LANES + lane] = half_bits(row[k]);
+        break;
       case Kind::bfloat16: {
         uint16_t* out = reinterpret_cast<uint16_t*>(panel) + lane * 2;
         for (int k = 0; k < padded; k += 2, out += 2 * LANES) out[0] = rounded(row[k]), out[1] = rounded(row[k + 1]);
@@ -128,8 +133,12 @@ class PackedLinear : public Linear {
 
   // Whether `get` returns the weights that were set, bit for bit, where they came from memory of this type.
   bool keeps(Array::Type type) const {
-    return kind == Kind::float32 || (kind == Kind::bfloat16 && type == Array::Type::bfloat16) ||
-           (kind == Kind::blocks && type == Array::Type::blocks);
+    switch (kind) {
+      case Kind::float16: return type == Array::Type::float16;
+      case Kind::bfloat16: return type == Array::Type::bfloat16;
+      case Kind::blocks: return type == Array::Type::blocks;
+      default: return kind == Kind::float32;
+    }
   }
 
   // Reads the weights of output `o`, which a linear `keeps`: `row` gets `inputs` floats.
@@ -145,6 +154,8 @@ class PackedLinear : public Linear {
     const int lane = o % LANES;
     if (kind == Kind::float32) {
       for (int k = 0; k < inputs; k++) row[k] = reinterpret_cast<const float*>(panel)[size_t(k) * LANES + lane];
+    } else if (kind == Kind::float16) {
+      for (int k = 0; k < inputs; k++) row[k] = half_value(reinterpret_cast<const uint16_t*>(panel)[size_t(k) * LANES + lane]);
     } else {
       const uint16_t* in = reinterpret_cast<const uint16_t*>(panel) + lane * 2;
       for (int k = 0; k < inputs; k++) row[k] = widened(in[size_t(k / 2) * 2 * LANES + k % 2]);

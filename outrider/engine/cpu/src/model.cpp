@@ -41,7 +41,12 @@ PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, in
     return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return piece.weight.type == it; });
   };
   Kind kind = type.kind;
-  if (type.stored) kind = all(Array::Type::blocks) ? Kind::blocks : all(Array::Type::bfloat16) ? Kind::bfloat16 : Kind::float32;
+  if (type.stored) {
+    kind = Kind::float32;
+    if (all(Array::Type::blocks)) kind = Kind::blocks;
+    if (all(Array::Type::bfloat16)) kind = Kind::bfloat16;
+    if (all(Array::Type::float16)) kind = Kind::float16;
+  }
   const bool biased = pieces[0].bias.data != nullptr;
   PackedLinear linear;
   if (kind == Kind::blocks) {

@@ -35,8 +35,8 @@ constexpr int BLOCK = 64;       // neighbouring bytes of a row of a tile; inputs
 constexpr int INPUTS = 64;      // inputs are padded to a multiple of this
 constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product needs unsigned ones
 
-enum class Kind { float32, bfloat16, int8, blocks };
-constexpr int KINDS = 4;
+enum class Kind { float32, float16, bfloat16, int8, blocks };
+constexpr int KINDS = 5;
 
 // A panel of a linear in blocks: outputs of one format.
 struct Panel {
@@ -45,7 +45,8 @@ struct Panel {
 };
 
 // A linear layer, y = x W' + b, packed in panels of 16 outputs. For each step of inputs a panel has 4 bytes of each of its 16
-// outputs side by side: one float32, a pair of bfloat16 or four int8. The panels of a linear in blocks may have several formats.
+// outputs side by side: one float32, a pair of bfloat16 or four int8; of float16 2 bytes. The panels of a linear in blocks may have
+// several formats.
 struct Linear {
   Kind kind = Kind::float32;
   int outputs = 0, inputs = 0;  // of the model
