@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from drafter_svc.hot_reload import HotReload, RequiredShape
 from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.own_adapters import OwnAdapters
@@ -19,7 +17,12 @@ from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import (
+    read_eos_ids,
+    read_tokenizer,
+    read_tokenizer_digest,
+    tokenizer_source,
+)
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.interface.engine import SCRATCH, Engine
 from outrider.engine.loading import load_engine, outline, requires_torch
@@ -148,7 +151,7 @@ def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity
     digest, vocabulary = read_tokenizer_digest(folders[0]), outline(folders[0]).vocabulary
     capacity = replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary)
     upstreams = _upstream_pool(config, worker_id, capacity)
-    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in folders)
+    tokenizers = (read_tokenizer(folder)[0] for folder in folders)
     translator = Translator(*tokenizers, send=upstreams.send, resync=upstreams.resync)
     translator.serve(_draft_scheduler(config, engine, translator.on_delta, translator.reopen))
     upstreams.serve(translator)
@@ -172,7 +175,7 @@ def without_model(config: DrafterConfig, worker_id: str) -> DrafterServicer:
         slots=config.slots,
         send=upstreams.send,
         resync=upstreams.resync,
-        grammars=GrammarCompiler(folder, model.vocabulary, read_eos_ids(folder), patience=Patience()),
+        grammars=GrammarCompiler(tokenizer_source(folder), model.vocabulary, read_eos_ids(folder), patience=Patience()),
     )
     upstreams.serve(scheduler)
     return DrafterServicer(config, worker_id, capacity, upstreams, scheduler)
@@ -230,7 +233,10 @@ def _draft_scheduler(
         tree=config.tree,
         lower_tier=stream_servicer,
         grammars=GrammarCompiler(
-            checkpoint_folder(config.model), engine.unpadded_vocabulary, engine.eos_ids, patience=Patience()
+            tokenizer_source(checkpoint_folder(config.model)),
+            engine.unpadded_vocabulary,
+            engine.eos_ids,
+            patience=Patience(),
         ),
         adapters=OwnAdapters(config.adapters, config.max_adapters) if config.adapters is not None else None,
     )

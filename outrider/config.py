@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from outrider.errors import ConfigError
-from outrider.hub import Backend, hub_name
+from outrider.hub import Backend, gguf_stem, hub_name, is_gguf
 
 
 def _address(value: str) -> str:
@@ -183,7 +183,9 @@ class WorkerConfig(GrpcConfig):
         if self.name:
             return self.name
         on_hub = hub_name(self.model)
-        return on_hub.name if on_hub else self.model.resolve().name
+        if on_hub:
+            return on_hub.name
+        return gguf_stem(self.model) if is_gguf(self.model) else self.model.resolve().name
 
 
 class VerifierConfig(WorkerConfig):

@@ -1,4 +1,4 @@
-"""Checkpoints by name: a folder of this machine, or a repository of the Hugging Face hub, downloaded into its cache."""
+"""Checkpoints by name: folders and GGUF files, of this machine or the Hugging Face hub, downloaded into its cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from outrider.errors import CheckpointError
 
@@ -23,25 +23,60 @@ DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_t
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+GGUF = ".gguf"  # ending of files that hold a model with its configuration and tokenizer
+
+_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?"
+    r"(?::(?P<file>(?:[\w-][\w. +-]*/)*[\w-][\w. +-]*\.gguf))?",
+    re.ASCII | re.IGNORECASE,
+)
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII | re.IGNORECASE)
+_MOST_PARTS = 4096
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """The name of a repository of the hub: "ORG/NAME" or "ORG/NAME@REVISION"."""
+    """The name of a repository of the hub, or of a file in it: ORG/NAME, ORG/NAME@REVISION, ORG/NAME@REVISION:FILE."""
 
     repository: str
     revision: str | None = None  # a branch, tag or commit; None: main
+    file: str | None = None  # in GGUF, of a model that was split the first one; None: the whole repository is one model
 
     @property
     def name(self) -> str:
-        """The last part of the repository's name."""
-        return self.repository.rpartition("/")[2]
+        """The last part of the repository's name, or the file's without its ending."""
+        return gguf_stem(Path(self.file)) if self.file else self.repository.rpartition("/")[2]
 
     def __str__(self) -> str:
-        return f"{self.repository}@{self.revision}" if self.revision else self.repository
+        revision, file = f"@{self.revision}" if self.revision else "", f":{self.file}" if self.file else ""
+        return f"{self.repository}{revision}{file}"
+
+
+class GgufParts(NamedTuple):
+    """What the name of a file says of a model that was split."""
+
+    stem: str
+    number: int  # of the part, from 1
+    parts: int
+
+
+def is_gguf(checkpoint: str | Path) -> bool:
+    """Return whether a checkpoint's name is that of a GGUF file."""
+    return str(checkpoint).lower().endswith(GGUF)
+
+
+def gguf_parts(path: Path) -> GgufParts | None:
+    """Return what a file's name says of a model that was split, None where it says nothing of that."""
+    match = _SPLIT.fullmatch(path.name)
+    return GgufParts(match["stem"], int(match["number"]), int(match["count"])) if match else None
+
+
+def gguf_stem(path: Path) -> str:
+    """Return the name of a file's model: without the ending, and without the number of a part."""
+    parts = gguf_parts(path)
+    return parts.stem if parts else path.name[: -len(GGUF)]
 
 
 def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None:
@@ -53,14 +88,18 @@ def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None
     if os.path.lexists(checkpoint if base is None else base / checkpoint):
         return None
     match = _NAME.fullmatch(str(checkpoint))
-    return HubName(match["repository"], match["revision"]) if match else None
+    if match is None or (is_gguf(checkpoint) and not match["file"]):  # such a repository has no such ending
+        return None
+    return HubName(match["repository"], match["revision"], match["file"])
 
 
 def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
     """Return the folder that holds a checkpoint: the path itself, or a snapshot of the repository in the hub's cache.
+    Of a model in GGUF it is the path of the file.
 
     Downloads the files that the cache lacks: configuration, tokenizer and chat template, and with `weights` the
-    safetensors. The hub's environment variables apply: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE.
+    safetensors; where a file is named, that one and its other parts. The hub's environment variables apply: HF_HOME,
+    HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE.
 
     Raises CheckpointError for a repository that cannot be downloaded, with what to do. Do not check
     the content of a path.
@@ -70,6 +109,8 @@ def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
         return Path(checkpoint)
     if not _offline():
         log.info("fetching %s from the Hugging Face hub, as far as its cache here lacks it", name)
+    if name.file:
+        return _download_file(name, name.file)
     folder = _download(name, name.revision, (*DESCRIPTION, INDEX) if weights else DESCRIPTION)
     needed = ["tokenizer.json"]
     if weights:
@@ -82,6 +123,24 @@ def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
             "itself has none: it must hold a tokenizer.json, and weights as safetensors"
         )
     return folder
+
+
+def _download_file(name: HubName, file: str) -> Path:
+    """Return the path of a file in the cache, with its other parts beside it. Raises CheckpointError."""
+    parts = gguf_parts(Path(file))
+    files = [file]
+    if parts is not None:
+        if parts.number != 1 or not 1 <= parts.parts <= _MOST_PARTS:
+            raise CheckpointError(f"{name}: is part {parts.number} of {parts.parts}; give the first one")
+        head = file[: -len(f"00001-of-{parts.parts:05}{GGUF}")]
+        files = [f"{head}{number:05}-of-{parts.parts:05}{GGUF}" for number in range(1, parts.parts + 1)]
+    folder = _download(name, name.revision, files)
+    if missing := [one for one in files if not (folder / one).is_file()]:
+        raise CheckpointError(
+            f"{name}: {_named_files(missing)} missing in {folder}; mind the spelling, as on the repository's page, or "
+            f"{_download_advice(name)}"
+        )
+    return folder / file
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -164,7 +223,8 @@ def _hub_problem() -> str:
 
 def _download_advice(name: HubName) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
-    return f"fill the cache where there is a network, with `hf download {name.repository}{revision}`"
+    file = f" {name.file}" if name.file else ""
+    return f"fill the cache where there is a network, with `hf download {name.repository}{file}{revision}`"
 
 
 def _named_files(files: list[str]) -> str:

@@ -51,6 +51,13 @@ def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         ("org/name", HubName("org/name")),
         ("Org-1/a.b_c-d@v1.0", HubName("Org-1/a.b_c-d", "v1.0")),
         ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1")),
+        ("org/name:a.Q4_K_M.gguf", HubName("org/name", None, "a.Q4_K_M.gguf")),
+        ("org/name-GGUF@v1:sub-1/a-00001-of-00002.GGUF", HubName("org/name-GGUF", "v1", "sub-1/a-00001-of-00002.GGUF")),
+        ("org/name.gguf", None),
+        ("org/name:model.safetensors", None),
+        ("org/name:../a.gguf", None),
+        ("org/name:/a.gguf", None),
+        ("org/name:a*.gguf", None),
         ("name", None),
         ("a/b/c", None),
         ("../name", None),
@@ -78,6 +85,8 @@ def test_a_model_without_a_name_is_named_after_its_repository() -> None:
     assert VerifierConfig(model=Path("org/name@v1")).model_name == "name"
     assert VerifierConfig(model=Path("org/name@v1"), name="other").model_name == "other"
     assert VerifierConfig(model=TARGET).model_name == "target"
+    assert VerifierConfig(model=Path("org/name@v1:sub/a.Q8_0-00001-of-00003.gguf")).model_name == "a.Q8_0"
+    assert VerifierConfig(model=Path("models/a.Q4_K_M.gguf")).model_name == "a.Q4_K_M"
 
 
 def test_a_revision_is_its_own_snapshot(cache: Path) -> None:
@@ -93,6 +102,26 @@ def test_a_snapshot_without_weights_suffices_for_a_tokenizer(cache: Path) -> Non
     assert checkpoint_folder("org/name", weights=False) == snapshot
     with pytest.raises(CheckpointError, match=r"^org/name: model\.safetensors is missing.*hf download org/name"):
         checkpoint_folder("org/name")
+
+
+def test_of_a_repository_only_the_named_file_is_fetched_and_its_parts(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    for name in ("a.Q4_0.gguf", "a.Q8_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"):
+        (folder / name).write_text(name)
+    hub.repositories["org/gguf"] = folder
+    for weights in (True, False):
+        found = checkpoint_folder("org/gguf:a.Q4_0.gguf", weights=weights)
+        assert found.read_text() == "a.Q4_0.gguf"
+    assert hub.sent == ["a.Q4_0.gguf"]
+    assert checkpoint_folder("org/gguf@main:b-00001-of-00002.gguf").name == "b-00001-of-00002.gguf"
+    assert sorted(hub.sent[1:]) == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    with pytest.raises(CheckpointError, match=r"b-00002-of-00002\.gguf: is part 2 of 2; give the first one"):
+        checkpoint_folder("org/gguf:b-00002-of-00002.gguf")
+    with pytest.raises(
+        CheckpointError, match=r"^org/gguf:c\.gguf: c\.gguf is missing in .*hf download org/gguf c\.gguf"
+    ):
+        checkpoint_folder("org/gguf:c.gguf")
 
 
 def test_every_shard_of_the_index_must_exist(cache: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from outrider.core.control.arms.steering import Steering
 from outrider.core.session.contract import Plan
 from outrider.core.session.digest import Prefix, extend
 from outrider.core.tree.committed_window import settled_prefix
+from outrider.engine.checkpoints.checkpoint import tokenizer_source
 from outrider.engine.interface.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.grammar.compiler import GrammarCompiler
@@ -58,7 +59,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self._scheduler = scheduler
         self._stream_servicer = stream_servicer
         self._grammars = GrammarCompiler(
-            checkpoint_folder(config.model),
+            tokenizer_source(checkpoint_folder(config.model)),
             engine.unpadded_vocabulary,
             engine.eos_ids,
             patience=Patience(),

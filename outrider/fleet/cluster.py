@@ -16,8 +16,7 @@ from typing import Generic, Self, TypeVar
 
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section, WorkerConfig
-from outrider.core.session.digest import tokenizer_digest
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
@@ -269,9 +268,13 @@ def _check_tokenizers(config: ClusterConfig) -> None:
     targets = {_tokenizer(worker.model): worker.model_name for worker in config.verifier}
     for number, drafter in enumerate(config.drafters):
         if None not in (*targets, digest := _tokenizer(drafter.target or drafter.model)) and digest not in targets:
+            from outrider.engine.checkpoints.checkpoint import tokenizer_difference
+
+            which = tokenizer_difference(drafter.target or drafter.model, config.verifier[0].model)
             raise ConfigError(
-                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
-                "name that one's folder as `target` to draft by text, or draft with a model of its family"
+                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}"
+                f"{which and f' ({which})'}; name that one's folder as `target` to draft by text, or draft with a "
+                "model of its family"
             )
 
 
@@ -289,9 +292,11 @@ def _check_cards(config: ClusterConfig) -> None:
 
 def _tokenizer(checkpoint: Path) -> bytes | None:
     """Return the digest of a checkpoint's tokenizer; None if it has none."""
+    from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+
     try:
-        return tokenizer_digest((checkpoint / "tokenizer.json").read_bytes())
-    except (OSError, ValueError):
+        return read_tokenizer_digest(checkpoint)
+    except CheckpointError:
         return None
 
 

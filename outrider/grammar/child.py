@@ -114,11 +114,11 @@ def _bound() -> None:
 
 def main() -> None:
     """Fork a process for each connection that arrives, until there are none."""
-    folder, vocabulary, eos_ids = sys.argv[1:]
+    tokenizer, vocabulary, eos_ids = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes the connections
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked processes: none stays a zombie
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = GrammarVocabulary(Path(folder), int(vocabulary), json.loads(eos_ids))
+    found = GrammarVocabulary(Path(tokenizer), int(vocabulary), json.loads(eos_ids))
     with socket.socket(fileno=os.dup(0)) as control:
         while True:
             message, connections, _, _ = socket.recv_fds(control, 1, 1)

@@ -9,14 +9,13 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from outrider.core.session.contract import Grammar
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.grammar.connection import Answer, GrammarConnection
 from outrider.grammar.place import GrammarPlace, Patience
-from outrider.grammar.processes import GrammarProcesses
+from outrider.grammar.processes import GrammarProcesses, TokenizerJson
 
 KEPT_PROCESSES = 32  # compiled grammars that no session follows
 KEPT_BYTES = 256 << 20  # bytes that these take at most
@@ -35,14 +34,14 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        folder: Path,
+        tokenizer: TokenizerJson,
         vocabulary: int,
         eos_ids: Sequence[int],
         *,
         patience: Patience | None = None,
         eager: bool = False,
     ) -> None:
-        """`folder`: of the checkpoint; `vocabulary`: ids that can be chosen; `eos_ids`: those that end a text;
+        """`tokenizer`: see `TokenizerJson`; `vocabulary`: ids that can be chosen; `eos_ids`: those that end a text;
         `patience`: with which places wait for their process; None: as long as it takes; `eager`: see `GrammarPlace`.
 
         The tokenizer is read at the first use.
@@ -50,7 +49,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._patience = patience
         self._eager = eager
-        self._processes = GrammarProcesses(folder, vocabulary, eos_ids)
+        self._processes = GrammarProcesses(tokenizer, vocabulary, eos_ids)
         self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()  # those used last are last
         self._refused: OrderedDict[_Key, str] = OrderedDict()  # what is wrong; an error would keep its callers' frames
         self._queues: dict[str, list[_Compiled]] = {}  # by tenant: the one that is compiled, and those that wait

@@ -42,19 +42,20 @@ class TokenizerError(Exception):
 class GrammarVocabulary:
     """The tokenizer of one checkpoint, as grammars use it. It is read when this is made."""
 
-    def __init__(self, folder: Path, size: int, eos_ids: Sequence[int]) -> None:
-        """`size`: ids that can be chosen; `eos_ids`: those that end a text."""
+    def __init__(self, path: Path, size: int, eos_ids: Sequence[int]) -> None:
+        """`path`: of a tokenizer.json, which is read once, or of its folder; `size`: ids that can be chosen; `eos_ids`:
+        those that end a text."""
         self.size = size
         self.eos_ids = frozenset(id_ for id_ in eos_ids if id_ < size)
         self.mask_bytes = -(-size // 8)  # a bit for each id
         self.problem = ""  # why there are no grammars
-        path = folder / "tokenizer.json"
-        self.added_ids = _added_ids(path)  # by the added token's text
+        content = (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8")
+        self.added_ids = _added_ids(content)  # by the added token's text
         self._tokenizer: LLTokenizer | None = None
         try:
             from llguidance import LLTokenizer
 
-            self._tokenizer = LLTokenizer(str(path), size, sorted(self.eos_ids))
+            self._tokenizer = LLTokenizer(content, size, sorted(self.eos_ids))
         except ImportError:
             self.problem = "needs llguidance, which is not installed; pip install llguidance"
         except ValueError as error:
@@ -230,10 +231,9 @@ class GrammarWalk:
             raise GrammarError(f"cannot be followed: {self._matcher.get_error()}")
 
 
-def _added_ids(path: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer's added tokens, special or not, by their text. Of its file, which may have many
+def _added_ids(text: str) -> dict[str, int]:
+    """Return the ids of a tokenizer's added tokens, special or not, by their text. Of its JSON, which may have many
     megabytes, only their list is parsed."""
-    text = path.read_text(encoding="utf-8")
     found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)  # in a key or a token's text its quotes would be escaped
     added = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
     return {token["content"]: token["id"] for token in added}

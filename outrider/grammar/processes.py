@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
-from outrider.errors import Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.grammar.connection import GrammarConnection
+
+TokenizerJson = Path | Callable[[], bytes]  # a checkpoint's folder, or what makes the content of its tokenizer.json
 
 SPARE_S = 0.05  # after which the next process is forked, so that it does not take the processor from this one's grammar
 INHERITED = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # variables of a bounded child process: no secrets
@@ -27,10 +31,9 @@ def child_environment() -> dict[str, str]:
 class GrammarProcesses:
     """Processes for the vocabulary of one checkpoint. The first one starts when it is needed."""
 
-    def __init__(self, folder: Path, vocabulary: int, eos_ids: Sequence[int]) -> None:
-        inputs = (str(folder), str(vocabulary), json.dumps([*eos_ids]))
-        # -P: files in the current directory must not shadow our modules.
-        self._command = [sys.executable, "-P", "-m", "outrider.grammar.child", *inputs]
+    def __init__(self, tokenizer: TokenizerJson, vocabulary: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._inputs = (str(vocabulary), json.dumps([*eos_ids]))
         self._first: _FirstProcess | None = None
         self._spare: GrammarConnection | None = None  # to a process that has begun already
 
@@ -51,7 +54,7 @@ class GrammarProcesses:
     def _connect(self) -> GrammarConnection:
         for _ in range(2):  # the first process may have been killed
             if self._first is None:
-                self._first = _FirstProcess(self._command)
+                self._first = _FirstProcess(self._tokenizer, self._inputs)
             ours, theirs = socket.socketpair()
             with theirs:
                 if self._first.pass_on(theirs):
@@ -71,14 +74,23 @@ class GrammarProcesses:
 
 
 class _FirstProcess:
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TokenizerJson, inputs: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
+        path, passed = str(tokenizer), tuple[int, ...]()
+        if callable(tokenizer):
+            reading, writing = os.pipe()
+            path, passed = f"/dev/fd/{reading}", (reading,)
+            Thread(target=_write, args=(tokenizer, writing), name="tokenizer of grammars", daemon=True).start()
         with theirs:
             self._process = subprocess.Popen(
-                [*command],
+                # -P: files in the current directory must not shadow our modules.
+                [sys.executable, "-P", "-m", "outrider.grammar.child", path, *inputs],
                 stdin=theirs.fileno(),
+                pass_fds=passed,
                 env=child_environment(),
             )
+        for fd in passed:
+            os.close(fd)
         self._fd = ours.detach()
         self.close = weakref.finalize(self, _end, self._process, self._fd)
 
@@ -90,6 +102,12 @@ class _FirstProcess:
             except OSError:
                 return False
         return True
+
+
+def _write(content: Callable[[], bytes], fd: int) -> None:
+    """Write what a first process reads, which may have ended."""
+    with open(fd, "wb") as file, suppress(BrokenPipeError, OutriderError):
+        file.write(content())
 
 
 def _end(process: subprocess.Popen[bytes], fd: int) -> None:

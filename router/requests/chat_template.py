@@ -17,8 +17,11 @@ from tokenizers import AddedToken
 from outrider.core.answers.answer_reader import ModelForm
 from outrider.core.answers.formats import FORMATS, format_of, short_id
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_of
+from outrider.engine.checkpoints.gguf.header import GgufFile
+from outrider.engine.checkpoints.gguf.tokenizer import gguf_chat_template
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
+from outrider.hub import is_gguf
 from outrider.limits.fair_turns import FairTurns
 from router.requests.control_tokens import ControlTokens, new_divider
 
@@ -212,10 +215,30 @@ class _TemplateError(Exception):
 def read_chat_template(
     folder: Path, seconds: float = SECONDS, tool_format: str = "", added: Iterable[AddedToken] = ()
 ) -> ChatTemplate | None:
-    """Return the chat template in a checkpoint's folder, checked; None if it has none. The rest as `ChatTemplate`.
+    """Return the chat template of a checkpoint, checked; None if it has none. The rest as `ChatTemplate`.
 
     Raises CheckpointError naming the file.
     """
+    path, source, variables = _gguf_source(folder) if is_gguf(folder) else _folder_source(folder)
+    if source is None:
+        return None
+    template = ChatTemplate(path, source, variables, seconds, tool_format, added)
+    try:
+        template.check()
+    except BaseException:
+        template.close()
+        raise
+    return template
+
+
+def _gguf_source(file: Path) -> tuple[Path, str | None, dict[str, str]]:
+    """Return the file, its template and the special tokens that the template may name. Raises CheckpointError."""
+    return file, *gguf_chat_template(GgufFile(file))
+
+
+def _folder_source(folder: Path) -> tuple[Path, str | None, dict[str, str]]:
+    """Return the file of a folder's template, the template, None if there is none, and the special tokens that it may
+    name. Raises CheckpointError."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -235,17 +258,9 @@ def read_chat_template(
     elif isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
+    if source is not None and not isinstance(source, str):
         raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
-    template = ChatTemplate(path, source, _special_tokens(config), seconds, tool_format, added)
-    try:
-        template.check()
-    except BaseException:
-        template.close()
-        raise
-    return template
+    return path, source, _special_tokens(config)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -15,10 +15,10 @@ from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
 from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
-from outrider.core.session.digest import tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_tokenizer, tokenizer_source
 from outrider.errors import CheckpointError, InvalidRequest, TooLong
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.hub import checkpoint_folder
+from outrider.hub import checkpoint_folder, is_gguf
 from outrider.limits.fair_turns import FairTurns
 from outrider.offload import LONG
 from outrider.wire.types import check_tokens
@@ -230,21 +230,18 @@ def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_fo
     """
     folder = checkpoint_folder(checkpoint, weights=False)
     path = folder / "tokenizer.json"
-    blob = _read(path)
-    if blob is None:
+    if not is_gguf(folder) and not path.exists():
         raise CheckpointError(f"{path}: no such file; models.{name} must be a folder that holds tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_buffer(blob)
-        digest = tokenizer_digest(blob)
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    tokenizer, digest = read_tokenizer(folder)
     eos_ids = tuple(_eos_ids(folder))
-    grammars = GrammarCompiler(folder, tokenizer.get_vocab_size(), eos_ids)
+    grammars = GrammarCompiler(tokenizer_source(folder), tokenizer.get_vocab_size(), eos_ids)
     chat = read_chat_template(folder, template_s, tool_format, tokenizer.get_added_tokens_decoder().values())
     return ServedModel(name, tokenizer, digest, eos_ids, chat, grammars)
 
 
 def _eos_ids(folder: Path) -> Iterable[int]:
+    if is_gguf(folder):
+        return read_eos_ids(folder)[:MAX_STOP_IDS]
     for file in ("generation_config.json", "config.json"):
         path = folder / file
         blob = _read(path)

@@ -14,7 +14,7 @@ def pairing(drafter: Path, target: Path) -> tuple[Rows, str]:
 
     Raises CheckpointError for a folder that is not a checkpoint.
     """
-    from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+    from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest, tokenizer_difference
     from outrider.engine.checkpoints.model_card import read_card, weights_digest
 
     digests = read_tokenizer_digest(drafter), read_tokenizer_digest(target)
@@ -23,7 +23,8 @@ def pairing(drafter: Path, target: Path) -> tuple[Rows, str]:
     reason = SpeculationReason.DRAFTING
     if digests[0] != digests[1]:
         reason = SpeculationReason.OTHER_TOKENIZER
-        rows.append(("tokenizers", f"{digests[0].hex()[:8]} and {digests[1].hex()[:8]}: texts become other tokens"))
+        which = tokenizer_difference(drafter, target) or "texts become other tokens"
+        rows.append(("tokenizers", f"{digests[0].hex()[:8]} and {digests[1].hex()[:8]}: {which}"))
     else:
         rows.append(("tokenizers", "the same"))
     if card is not None and card.target_digest != weights_digest(target):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from outrider.cli.verification.compare import Difference, Verdict
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
-from outrider.engine.checkpoints.checkpoint import read_eos_ids
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, tokenizer_source
 from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
 from outrider.grammar.compiler import GrammarCompiler
@@ -48,7 +48,7 @@ class Reference:
         self._model = model.eval()
         self._vocabulary: int = model.config.vocab_size
         self._eos_ids = read_eos_ids(checkpoint)
-        self._grammars = GrammarCompiler(checkpoint, self._vocabulary, self._eos_ids)
+        self._grammars = GrammarCompiler(tokenizer_source(checkpoint), self._vocabulary, self._eos_ids)
 
     def difference(
         self, prompt: Sequence[int], answer: Sequence[int], contract: Contract, tolerance: float

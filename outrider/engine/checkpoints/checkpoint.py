@@ -9,21 +9,29 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.core.session.digest import tokenizer_digest
+from outrider.core.session.digest import (
+    former_tokenizer_digest,
+    parsed_tokenizer_digest,
+    pieces_difference,
+    tokenizer_digest,
+    tokenizer_pieces,
+)
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
-from outrider.engine.checkpoints.gguf.header import GgufFile, is_gguf
+from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.tensors import gguf_tensors
+from outrider.engine.checkpoints.gguf.tokenizer import gguf_pieces, gguf_tokenizer_digest, gguf_tokenizer_json
 from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
 from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
 from outrider.engine.checkpoints.model_config import Outline as Outline
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
-from outrider.hub import checkpoint_folder
+from outrider.hub import checkpoint_folder, is_gguf
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 # Names of the longest context in the configurations of model families; families without one get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 MOST_JSON = 256 << 20  # bytes of a file in JSON; tokenizers have 40 MB at most
@@ -48,16 +56,36 @@ def parse_json(file: ReadFile) -> dict[str, Any]:
     return value
 
 
-def read_tokenizer_digest(folder: Path) -> bytes:
-    """Return the digest of the folder's tokenizer. Raises CheckpointError."""
-    file = read_file(folder / "tokenizer.json", MOST_JSON)
-    parse_json(file)
-    return tokenizer_digest(file.content.tobytes())
+def read_tokenizer_digest(checkpoint: Path) -> bytes:
+    """Return the digest of a checkpoint's tokenizer. Raises CheckpointError."""
+    if is_gguf(checkpoint):
+        return gguf_tokenizer_digest(GgufFile(checkpoint))
+    return parsed_tokenizer_digest(read_json(checkpoint / TOKENIZER))
 
 
-def read_tokenizer_size(folder: Path) -> int:
-    """Return the number of ids of the folder's tokenizer, up to the largest one. Raises CheckpointError."""
-    return 1 + max(_read_tokenizer(folder / "tokenizer.json")[0].get_vocab().values(), default=-1)
+def read_tokenizer_digests(checkpoint: Path) -> tuple[bytes, ...]:
+    """Return all digests by which a checkpoint's tokenizer has been known, today's first. Raises CheckpointError."""
+    if is_gguf(checkpoint):
+        return (read_tokenizer_digest(checkpoint),)
+    parsed = read_json(checkpoint / TOKENIZER)
+    return parsed_tokenizer_digest(parsed), former_tokenizer_digest(parsed)
+
+
+def tokenizer_difference(first: Path, second: Path) -> str:
+    """Return what differs between the vocabularies of two checkpoints, for people; "": nothing, or one has none.
+
+    Raises CheckpointError.
+    """
+    ours, theirs = (
+        gguf_pieces(GgufFile(path)) if is_gguf(path) else tokenizer_pieces(read_json(path / TOKENIZER))
+        for path in (first, second)
+    )
+    return "" if ours is None or theirs is None else pieces_difference(ours, theirs)
+
+
+def read_tokenizer_size(checkpoint: Path) -> int:
+    """Return the number of ids of a checkpoint's tokenizer, up to the largest one. Raises CheckpointError."""
+    return 1 + max(read_tokenizer(checkpoint)[0].get_vocab().values(), default=-1)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -195,12 +223,20 @@ class Weights(StoredTensors):
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
-    return _read_tokenizer(checkpoint_folder(checkpoint, weights=False) / "tokenizer.json")
-
-
-def _read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
-    content = read_file(path, MOST_JSON).content.tobytes()
+    path = checkpoint_folder(checkpoint, weights=False)
     try:
+        if is_gguf(path):
+            file = GgufFile(path)
+            return Tokenizer.from_buffer(gguf_tokenizer_json(file)), gguf_tokenizer_digest(file)
+        path /= TOKENIZER
+        content = read_file(path, MOST_JSON).content.tobytes()
         return Tokenizer.from_buffer(content), tokenizer_digest(content)
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path}: is not a tokenizer ({error}); download the checkpoint again") from None
+
+
+def tokenizer_source(checkpoint: Path) -> Path | Callable[[], bytes]:
+    """Return the folder that has a checkpoint's tokenizer.json, or what makes its content of a GGUF file."""
+    return (lambda: gguf_tokenizer_json(GgufFile(checkpoint))) if is_gguf(checkpoint) else checkpoint

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.engine.checkpoints.checkpoint import Weights, read_json
-from outrider.engine.checkpoints.gguf.header import is_gguf
 from outrider.errors import CheckpointError, ConfigError
-from outrider.hub import CARD
+from outrider.hub import CARD, is_gguf
 
 HUMAN = "README.md"
 SAME: Final = "outrider_same_as"  # key of config.json: digest of a checkpoint with exactly the same outputs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
+from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digests, read_tokenizer_size
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.heads.checkpoint_io import CPU, load_network, pack_linears
 from outrider.engine.heads.config import HeadsConfig, read_heads_config
@@ -39,7 +39,7 @@ def check_heads(folder: Path, target: Path) -> HeadsConfig:
     card = read_card(folder)
     if card is not None and card.target_digest != weights_digest(target):
         raise _foreign(folder, f"{card.target}, whose weights are others than those of {target}")
-    if card is not None and card.tokenizer_digest != read_tokenizer_digest(target).hex():
+    if card is not None and card.tokenizer_digest not in (it.hex() for it in read_tokenizer_digests(target)):
         raise _foreign(folder, f"{card.target}, whose tokenizer is another than that of {target}")
     return shape
 

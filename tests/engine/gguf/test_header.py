@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.checkpoints.gguf.header import GgufFile, split_paths, stem
+from outrider.engine.checkpoints.gguf.header import GgufFile, split_paths
 from outrider.errors import CheckpointError
+from outrider.hub import gguf_stem
 from tests.engine.gguf.small_files import ALIGNMENT, Made, Typed, packed, random_rows, text, write
 from tests.engine.gguf.small_files import gguf as content
 
@@ -98,9 +99,9 @@ def test_split_files(tmp_path: Path) -> None:
     assert {name: it.shape for name, it in found.tensors.items()} == {"t0": (1,), "t1": (2,), "t2": (3,)}
     assert found.read("t2").shape == (3, 4)
     assert len(found.files) == 3
-    assert stem(first) == "m"
-    assert stem(Path("a/Q.Q4_K_M.gguf")) == "Q.Q4_K_M"
-    with pytest.raises(CheckpointError, match=r"is part 00002 of 3; give the first one, m-00001-of-00003\.gguf"):
+    assert gguf_stem(first) == "m"
+    assert gguf_stem(Path("a/Q.Q4_K_M.gguf")) == "Q.Q4_K_M"
+    with pytest.raises(CheckpointError, match=r"is part 2 of 3; give the first one, m-00001-of-00003\.gguf"):
         split_paths(tmp_path / "m-00002-of-00003.gguf")
 
 
@@ -109,7 +110,7 @@ def test_split_files(tmp_path: Path) -> None:
     [
         ({"of1": {"split.no": 2}}, r"m-00002-of-00003.gguf: split.no is 2 of 3, must be 1 of 3"),
         ({"of2": {"split.count": 4}}, r"m-00003-of-00003.gguf: split.no is 2 of 4"),
-        ({"of0": {"split.count": 4}}, r"is one of 4 parts, not of 00003"),
+        ({"of0": {"split.count": 4}}, r"is one of 4 parts, not of 3"),
         ({"of1": {"split.no": [1, 2]}}, r"split.no is array"),
         ({"of0": {"split.tensors.count": [3, 3]}}, r"split.tensors.count is array"),
         ({"of0": {"split.tensors.count": 9}}, r"split.tensors.count is 9, its 3 parts have 3"),

@@ -28,10 +28,10 @@ _ENDS = (
     *("<|call|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
 )
 _NO_END = {"<|end|>": ("<|return|>", "<|call|>")}  # ends a message and no text where the others are tokens
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
 _BOUNDS = 1.0, 4.0  # factors of low and high frequencies in Llama 3's scaling, of all models that have it
 _ORIGINAL_CONTEXTS = tuple(float(1 << bits) for bits in (13, 12, 11, 14, 15, 16, 17, *range(4, 11)))  # Meta's first
-_NO_TOKEN = 0xFFFFFFFF
+NO_TOKEN = 0xFFFFFFFF
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -108,13 +108,13 @@ def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
     for name in ("eos", "eot", "eom"):
         key = f"tokenizer.ggml.{name}_token_id"
         value = file.single(key)
-        if value is None or value == _NO_TOKEN:
+        if value is None or value == NO_TOKEN:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < (len(tokens) or _NO_TOKEN):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < (len(tokens) or NO_TOKEN):
             raise file.wrong(key, "the id of a token")
         found.append(value)
     if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
-        special = {tokens[at]: at for at in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED)).tolist()}
+        special = {tokens[at]: at for at in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED)).tolist()}
         others = {name for name, last in _NO_END.items() if all(it in special for it in last)}
         found += [special[name] for name in _ENDS if name in special and name not in others]
     return tuple(dict.fromkeys(found))

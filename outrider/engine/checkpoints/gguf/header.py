@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.files import CheckpointFile, Content
 from outrider.engine.checkpoints.gguf.block_types import NUMBERS, TYPES
 from outrider.errors import CheckpointError
+from outrider.hub import gguf_parts
 
-SUFFIX = ".gguf"
 ALIGNMENT = "general.alignment"
 
 _MAGIC = b"GGUF"
@@ -28,7 +27,6 @@ _MOST_NAME = 1 << 10  # bytes of a key, or of a tensor's name
 _MOST_SIZE, _MOST_DIMENSIONS, _MOST_SPLITS = 1 << 48, 4, 1 << 12
 _MOST_ALIGNMENT = 1 << 20  # bytes
 _FIRST_READ = 1 << 20  # bytes; what follows is read in pieces of twice the size
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -140,36 +138,25 @@ class GgufFile:
         return CheckpointError(f"{self.path}: metadata {key} is {shown}, must be {allowed}")
 
 
-def is_gguf(checkpoint: str | Path) -> bool:
-    """Return whether a checkpoint's name is that of a GGUF file."""
-    return str(checkpoint).lower().endswith(SUFFIX)
-
-
-def stem(path: Path) -> str:
-    """Return the name of a file's model: without the suffix, and without the number of a part."""
-    match = _SPLIT.fullmatch(path.name)
-    return match["stem"] if match else path.name[: -len(SUFFIX)]
-
-
 def split_paths(path: Path, count: int | None = None) -> list[Path]:
     """Return the files of a model, all parts of one that was split. `count`: what the first says that they are.
 
     Raises CheckpointError where the name is not that of the first part, or says something else.
     """
-    match = _SPLIT.fullmatch(path.name)
-    if match is None:
+    parts = gguf_parts(path)
+    if parts is None:
         if count is not None and count > 1:
             raise CheckpointError(
                 f"{path}: is the first of {count} parts; name them ...-00001-of-{count:05}.gguf and so on, in one "
                 "folder, as their converter does"
             )
         return [path]
-    named = int(match["count"])
-    if not 0 < named <= _MOST_SPLITS or (count is not None and count != named):
-        raise CheckpointError(f"{path}: is one of {count} parts, not of {match['count']}; download all parts again")
-    paths = [path.with_name(f"{match['stem']}-{number:05}-of-{named:05}.gguf") for number in range(1, named + 1)]
+    if not 0 < parts.parts <= _MOST_SPLITS or (count is not None and count != parts.parts):
+        raise CheckpointError(f"{path}: is one of {count} parts, not of {parts.parts}; download all parts again")
+    numbers = range(1, parts.parts + 1)
+    paths = [path.with_name(f"{parts.stem}-{number:05}-of-{parts.parts:05}{path.suffix}") for number in numbers]
     if path != paths[0]:
-        raise CheckpointError(f"{path}: is part {match['number']} of {named}; give the first one, {paths[0].name}")
+        raise CheckpointError(f"{path}: is part {parts.number} of {parts.parts}; give the first one, {paths[0].name}")
     return paths
 
 
