@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, read_config, read_json, read_outline
-from outrider.engine.checkpoints.gguf.header import is_gguf
 from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
@@ -24,7 +23,7 @@ from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.tensor_parallel.group import ALONE, Group, SingleRank
 from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
-from outrider.hub import Backend
+from outrider.hub import Backend, is_gguf
 
 # Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
