@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_fil
 from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.tensors import gguf_tensors
-from outrider.engine.checkpoints.gguf.tokenizer import gguf_pieces, gguf_tokenizer_digest, gguf_tokenizer_json
+from outrider.engine.checkpoints.gguf.tokenizer import (
+    gguf_chat_template,
+    gguf_pieces,
+    gguf_tokenizer_digest,
+    gguf_tokenizer_json,
+)
 from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
 from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
 from outrider.engine.checkpoints.model_config import Outline as Outline
@@ -32,6 +38,14 @@ from outrider.hub import checkpoint_folder, is_gguf
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+# Files that checkpoints have beside weights and configuration.
+BESIDE = (
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # Names of the longest context in the configurations of model families; families without one get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 MOST_JSON = 256 << 20  # bytes of a file in JSON; tokenizers have 40 MB at most
@@ -161,6 +175,25 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids=read_eos_ids(folder),
         unpadded_vocabulary=unpadded_vocabulary,
     )
+
+
+def config_json(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json, or what stands for that of a GGUF file. Raises CheckpointError."""
+    return read_config(checkpoint).to_json() if is_gguf(checkpoint) else read_json(checkpoint / "config.json")
+
+
+def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint's tokenizer and chat template into a folder. Raises CheckpointError, OSError."""
+    if not is_gguf(checkpoint):
+        for name in BESIDE:
+            if (checkpoint / name).exists():
+                shutil.copyfile(checkpoint / name, folder / name)
+        return
+    file = GgufFile(checkpoint)
+    (folder / TOKENIZER).write_bytes(gguf_tokenizer_json(file))
+    template, special = gguf_chat_template(file)
+    settings = special | ({} if template is None else {"chat_template": template})
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from outrider.engine.checkpoints.rope import Rope
 
@@ -39,6 +40,32 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the config.json of a checkpoint in Hugging Face format has it."""
+        rope = {"rope_type": "default", "rope_theta": self.rope.theta}
+        if (scaling := self.rope.scaling) is not None:
+            rope |= asdict(scaling) | {"rope_type": "llama3"}
+            rope["original_max_position_embeddings"] = rope.pop("original_context")
+        biased = self.qkv_bias and self.model_type != "qwen2"  # which has them in any case
+        return {
+            "architectures": [f"{self.model_type.capitalize()}ForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.eps,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": biased,
+            "mlp_bias": self.ffn_bias,
+            "eos_token_id": [*self.eos_ids],
+        }
 
 
 @dataclass(frozen=True, slots=True)

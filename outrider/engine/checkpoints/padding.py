@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoints.checkpoint import INDEX, SINGLE, UNPADDED, ModelConfig, Weights, read_config, read_json
+from outrider.engine.checkpoints.checkpoint import (
+    INDEX,
+    SINGLE,
+    UNPADDED,
+    ModelConfig,
+    Weights,
+    config_json,
+    copy_tokenizer,
+    read_config,
+)
 from outrider.engine.checkpoints.model_card import SAME, weights_digest
 from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_tensor
 from outrider.engine.tensor_parallel.sharding import Shard
@@ -44,13 +52,12 @@ if TYPE_CHECKING:
 SEED = 20240229  # of the inert weights
 STD = 0.02  # of the inert weights
 PERIOD = 1_000_003  # inert weights after which they repeat; a prime, so that no two rows are equal
-FFN_TILE = 64  # feed-forward sizes are multiples of this
+FFN_TILES = 256, 64  # feed-forward sizes stay multiples of one of these: the first is the longest block of GGUF's types
 # Proportions of models of this family, by their width.
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 85
 MOST_LAYERS = 128
 FILE_BYTES = 2**31  # of one file
-COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ def pad_checkpoint(
             _write(padded, made)
         except OSError as error:
             raise CheckpointError(f"{destination}: cannot be written ({error}); is the disk full?") from None
-        raw = read_json(source / "config.json")
+        raw = config_json(source)
         for per_layer in ("layer_types", "max_window_layers"):
             raw.pop(per_layer, None)
         raw.update(
@@ -171,9 +178,7 @@ def pad_checkpoint(
         if padded.config.unpadded_vocabulary < new.vocabulary:
             raw[UNPADDED] = padded.config.unpadded_vocabulary
         (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        for name in COPIED:
-            if (source / name).exists():
-                shutil.copyfile(source / name, made / name)
+        copy_tokenizer(source, made)
         os.replace(made, destination)
     return count_parameters(config, new)
 
@@ -237,10 +242,11 @@ def choose_shape(config: ModelConfig, parameters: int) -> PaddedShape | None:
         kv_heads = config.kv_heads * 2**doublings
         wider = replace(old, width=width, heads=kv_heads * config.group, kv_heads=kv_heads)
         bare, one = (count_parameters(config, replace(wider, layers=layers)) for layers in (0, 1))
-        tile = (3 * width + (2 if config.ffn_bias else 0)) * FFN_TILE
+        unit = next((it for it in FFN_TILES if config.ffn % it == 0), FFN_TILES[-1])
+        tile = (3 * width + (2 if config.ffn_bias else 0)) * unit
         for layers in range(config.layers, MOST_LAYERS + 1):
             tiles = round((parameters - bare - layers * (one - bare)) / (layers * tile))
-            shape = replace(wider, layers=layers, ffn=config.ffn + tiles * FFN_TILE)
+            shape = replace(wider, layers=layers, ffn=config.ffn + tiles * unit)
             if tiles < 0 or shape == old:
                 continue
             strain = abs(math.log(shape.ffn / (FFN_PER_WIDTH * width)))
