@@ -193,7 +193,7 @@ def _load_transformers(path: Path, it: EngineSettings) -> Engine:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
     if it.device != "cpu":
         raise ConfigError(f"device: {it.device} is for the native backend alone; use cpu")
-    if UNPADDED in read_json(path / "config.json"):
+    if not is_gguf(path) and UNPADDED in read_json(path / "config.json"):
         raise CheckpointError(
             f"{path}: is padded with ids that the model must never choose; only the native backend ensures that"
         )
@@ -261,5 +261,7 @@ def requires_torch(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} needs PyTorch, which is not installed; pip install 'outrider[torch]'") from None
 
 
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def _bytes(checkpoint: Path) -> int:
+    if is_gguf(checkpoint):
+        return 4 * checkpoint.stat().st_size  # dequantized
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -31,14 +31,13 @@ class Reference:
     def __init__(self, checkpoint: Path, *, adapter: Path | None = None, threads: int = 1) -> None:
         with quiet():
             import torch
-            from transformers import AutoModelForCausalLM
             from transformers.utils import logging
 
-            from outrider.engine.transformers.pretrained import SAFE_LOADING
+            from outrider.engine.transformers.pretrained import from_pretrained
 
             logging.disable_progress_bar()
             try:
-                model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **SAFE_LOADING)
+                model: Any = from_pretrained(checkpoint, dtype=torch.float32)
             except Exception as error:  # the errors of a bad folder have no common base class
                 raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
             if adapter is not None:

@@ -22,6 +22,7 @@ from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.transformers.weight_only import quantize
 from outrider.errors import CheckpointError, ConfigError
+from outrider.hub import is_gguf
 
 # For every model that transformers makes. A checkpoint may name kernels of the hub, which transformers would download
 # and run unless an argument, here its own choice, takes their place.
@@ -69,7 +70,7 @@ class Pretrained:
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
             with _ranks(shard) as sharing:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=stored, **SAFE_LOADING, **sharing).eval()
+                model = from_pretrained(path, dtype=stored, **sharing).eval()
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -117,6 +118,18 @@ class Pretrained:
 def plain_tensor(tensor: Tensor) -> Tensor:
     """Return the complete tensor of one that may be distributed over ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def from_pretrained(checkpoint: Path, **options: Any) -> Any:
+    """Return the model of a checkpoint, dequantized where it is in GGUF. Raises the errors of transformers."""
+    if not is_gguf(checkpoint):
+        return AutoModelForCausalLM.from_pretrained(checkpoint, **SAFE_LOADING, **options)
+    from transformers import GgufConfig
+
+    dequantized = GgufConfig(gguf_file=checkpoint.name, dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint.parent, gguf_file=checkpoint.name, quantization_config=dequantized, **SAFE_LOADING, **options
+    )
 
 
 @contextmanager
