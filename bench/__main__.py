@@ -44,7 +44,8 @@ class _Preset(NamedTuple):
 RULES_BESIDE = [rule for rule in RULES if rule not in (SHARED_NOISE, *LOSSY)]
 DRAFTS_BESIDE = [drafts for drafts in get_args(Drafts) if drafts != "model"]
 WIDTH = 132  # of tables that are printed to a file
-MEASURES_LLAMA_CPP = {BenchSuite.ROWS, BenchSuite.PASSES}
+MEASURES_LLAMA_CPP = {BenchSuite.ROWS, BenchSuite.PASSES, BenchSuite.FORMATS}
+FORMAT_SIZES = (1_000_000_000,)  # parameters of the padded models of the suite formats
 FULL = _Preset(
     tuple(BenchSuite),
     (150_000_000, 400_000_000),
@@ -65,7 +66,9 @@ def main(
     ] = False,
     targets: Annotated[
         list[int] | None,
-        typer.Option("--target", parser=parse_count, metavar="COUNT", help="Target sizes. [default: 150M and 400M]"),
+        typer.Option(
+            "--target", parser=parse_count, metavar="COUNT", help="Target sizes. [default: 150M, 400M; formats: 1B]"
+        ),
     ] = None,
     unpadded: Annotated[
         bool, typer.Option("--unpadded", help="Measure --models as they are: checkpoints of your own, for example.")
@@ -124,6 +127,9 @@ def main(
     no_llama_cpp: Annotated[
         bool, typer.Option("--no-llama-cpp", help="Leave out llama.cpp. By default it is built once from source.")
     ] = False,
+    gguf: Annotated[
+        Path | None, typer.Option(help="Formats suite: the model. [default: SmolLM2 135M from the package index]")
+    ] = None,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
     name: Annotated[
@@ -171,6 +177,8 @@ def main(
             ramp_s=load_seconds / 2,
             links=tuple(dict.fromkeys(map(parse_link, links or DEFAULT_LINKS))),
             overlaps=_chosen(overlaps or ("measured",), [*OVERLAPS], "--overlap"),
+            gguf=gguf,
+            formats=tuple(targets or FORMAT_SIZES),
         )
         if BenchSuite.DISTANCE in options.suites:
             split_cores()  # refuses a machine that cannot pin
@@ -196,7 +204,7 @@ def main(
 
 
 async def _run(options: BenchOptions, results: BenchResults) -> None:
-    from bench.running import run_distance, run_gpu, run_load, run_passes, run_rows, run_tiers
+    from bench.running import run_distance, run_formats, run_gpu, run_load, run_passes, run_rows, run_tiers
 
     suites = {
         BenchSuite.ROWS: run_rows,
@@ -205,6 +213,7 @@ async def _run(options: BenchOptions, results: BenchResults) -> None:
         BenchSuite.PASSES: run_passes,
         BenchSuite.TIERS: run_tiers,
         BenchSuite.GPU: run_gpu,
+        BenchSuite.FORMATS: run_formats,
     }
     progress = Console(stderr=True, highlight=False)
     with progress.status("starting ...") as status:

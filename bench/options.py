@@ -14,6 +14,7 @@ from typing import Any, Literal
 from bench.links import Link
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
 from outrider.core.session.contract import RuleName
+from outrider.hub import gguf_stem, is_gguf
 
 Drafts = Literal["model", "prompt-lookup", "suffix", "retrieval"]
 
@@ -29,6 +30,7 @@ class BenchSuite(StrEnum):
     PASSES = "passes"
     TIERS = "tiers"
     GPU = "gpu"
+    FORMATS = "formats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,24 @@ class BenchOptions:
     ramp_s: float
     links: tuple[Link, ...]  # suite distance
     overlaps: tuple[str, ...]  # of its rows, by name
+    gguf: Path | None  # suite formats: the model; None: one that is fetched
+    formats: tuple[int, ...]  # parameters to pad it to
 
     def cluster(
-        self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model", arm: str = "measured"
+        self,
+        target: Path,
+        *,
+        slots: int = 2,
+        via: str | None = None,
+        drafts: Drafts = "model",
+        arm: str = "measured",
+        drafter: Path | None = None,
     ) -> ClusterConfig:
-        """Return a cluster of a verifier with `target`, a drafter and a router. Raises ConfigError for a wrong key."""
-        fixed = {"slots": slots, "dtype": self.dtype}
+        """Return a cluster of a verifier with `target`, a drafter and a router. Raises ConfigError for a wrong key.
+
+        `drafter`: its checkpoint; None: the one of `models`.
+        """
+        fixed = {"slots": slots, "dtype": "auto" if is_gguf(target) else self.dtype}
         return ClusterConfig(
             router=parse(
                 RouterConfig,
@@ -83,7 +97,13 @@ class BenchOptions:
             drafter=[
                 parse(
                     DrafterConfig,
-                    {"model": self.models / "drafter", "via": via, "drafts": drafts, **fixed, **self.drafter},
+                    {
+                        "model": drafter or self.models / "drafter",
+                        "via": via,
+                        "drafts": drafts,
+                        **fixed,
+                        **self.drafter,
+                    },
                     "--drafter",
                 )
             ],
@@ -118,6 +138,6 @@ async def padded_model(folder: Path, parameters: int) -> AsyncIterator[Path]:
         yield folder
         return
     with TemporaryDirectory(prefix="outrider-bench-") as scratch:
-        larger = Path(scratch) / folder.name
+        larger = Path(scratch) / (gguf_stem(folder) if is_gguf(folder) else folder.name)
         await asyncio.to_thread(pad_checkpoint, folder, larger, parameters=parameters)
         yield larger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import sys
@@ -14,11 +15,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bench.distance import run_distance as measure_distance
+from bench.engine.formats import measure_formats
 from bench.engine.passes import measure_passes
 from bench.engine.roofline import Limit, measure
 from bench.options import SEED, BenchOptions, padded
 from bench.peers.checkouts import llama_server_row
 from bench.peers.llama_cpp import llama_worker, rows_of_worker
+from bench.real_files import SMOLLM2, real_file
 from bench.report.figures import BenchResults, ColdFigures, LoadFigures, Measurement, RowMemory, StepProfile
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.processes import output, peak_mb, resident_mb
@@ -189,6 +192,14 @@ async def run_passes(options: BenchOptions, results: BenchResults, report: Repor
     """Measure passes of our engine and of llama.cpp, by their number of rows."""
     for target in options.targets:
         results.passes += await measure_passes(options, target, report)
+
+
+async def run_formats(options: BenchOptions, results: BenchResults, report: Report) -> None:
+    """Measure quantized types: a file as it is, and padded."""
+    report("formats: fetching a model, where the cache lacks it")
+    file = await asyncio.to_thread(real_file, SMOLLM2) if options.gguf is None else options.gguf
+    for target in (None, *options.formats):
+        results.formats.append(await measure_formats(options, file, target, report))
 
 
 async def run_gpu(options: BenchOptions, results: BenchResults, report: Report) -> None:

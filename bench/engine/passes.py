@@ -1,8 +1,8 @@
 """The cost of a pass by its number of rows: our engine and llama.cpp, in turn.
 
-`python -m bench.engine.passes THREADS FOLDER` loads our engine once for each dtype, writes the bytes of weights that a
-pass of each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens
-after PASS_CONTEXT others. One untimed pass precedes it.
+`python -m bench.engine.passes THREADS CHECKPOINT [DTYPE ...]` loads our engine once for each dtype, writes the bytes of
+weights that a pass of each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass
+over N tokens after PASS_CONTEXT others. One untimed pass precedes it. `{"dtype": ..., "prompt_rows": N}`: of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bench.engine.roofline import Limit, measure
 from bench.options import BenchOptions, padded
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 DTYPES: Sequence[Dtype] = ("bfloat16", "int8", "int4")
 ROWS = (1, 2, 4, 8, 12, 16, 32)
 ROUNDS = 7  # minimum
+PREFILL_CHUNK = 128  # tokens of a prompt that a verifier reads at once
 OURS, LLAMA_CPP = "outrider", "llama.cpp"
 
 
@@ -71,10 +72,19 @@ class PassSource:
     dtype: str
     weight_bytes: int
     process: WorkerRow
+    loaded_as: str = ""  # its dtype as the process knows it, where that is another
 
     async def seconds(self, rows: int) -> float:
         """Time one pass."""
-        return float(json.loads(await self.process.request(json.dumps({"dtype": self.dtype, "rows": rows}))))
+        return await self._answer(rows=rows)
+
+    async def prompt_seconds(self, rows: int) -> float:
+        """Time a prompt."""
+        return await self._answer(prompt_rows=rows)
+
+    async def _answer(self, **request: int) -> float:
+        line = json.dumps(request | {"dtype": self.loaded_as or self.dtype})
+        return float(json.loads(await self.process.request(line)))
 
 
 Progress = Callable[[str], None]  # receives the current activity
@@ -152,12 +162,12 @@ def pass_limit_s(limit: Limit, weight_bytes: int, multiplied: int, rows: int) ->
     return max(limit.read_s(weight_bytes), limit.multiply_s(multiplied, rows, "bfloat16"))
 
 
-def engines(folder: Path, threads: int) -> Iterator[tuple[str, Engine]]:
+def engines(folder: Path, threads: int, dtypes: Sequence[str]) -> Iterator[tuple[str, Engine]]:
     """Yield our engine, loaded with each dtype."""
     from outrider.engine.loading import load_engine
 
-    for dtype in DTYPES:
-        yield dtype, load_engine(folder, dtype=dtype, slots=1, threads=threads)
+    for dtype in dtypes:
+        yield dtype, load_engine(folder, dtype=cast("Dtype", dtype), slots=1, threads=threads)
 
 
 def pass_seconds(engine: Engine, rows: int) -> float:
@@ -177,20 +187,36 @@ def pass_seconds(engine: Engine, rows: int) -> float:
     return seconds
 
 
-def main(threads: int, folder: Path) -> None:
+def prompt_seconds(engine: Engine, rows: int) -> float:
+    """Time a prompt of `rows` tokens, in pieces as a verifier reads it, to the logits behind it."""
+    import numpy as np
+
+    from outrider.engine.interface.batch import Segment
+
+    began = time.perf_counter()
+    for first in range(0, rows, PREFILL_CHUNK):
+        positions = np.arange(first, min(rows, first + PREFILL_CHUNK))
+        last = positions[-1] == rows - 1
+        engine.forward([Segment(0, first, np.zeros_like(positions), positions, wanted=int(last))])
+    return time.perf_counter() - began
+
+
+def main(threads: int, folder: Path, dtypes: Sequence[str]) -> None:
     """Answer requests for passes of our engine."""
     process_env.set_variables(threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
     with reported(), closing(answers):
-        loaded = dict(engines(folder, threads))
+        loaded = dict(engines(folder, threads, dtypes))
         sizes = {dtype: engine.weight_bytes for dtype, engine in loaded.items()}
         print(json.dumps(sizes), file=answers, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
-            seconds = pass_seconds(loaded[request["dtype"]], request["rows"])
+            engine = loaded[request["dtype"]]
+            timed = prompt_seconds if "prompt_rows" in request else pass_seconds
+            seconds = timed(engine, request.get("rows") or request["prompt_rows"])
             print(json.dumps(seconds), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] or DTYPES)

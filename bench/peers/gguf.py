@@ -44,11 +44,17 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    tokenizer: Path | None = None,
+) -> None:
     """Write the checkpoint in `folder` to `path` atomically.
 
-    Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. Raises CheckpointError for a
-    checkpoint that llama.cpp's architecture "llama" does not cover.
+    Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. `tokenizer`: a GGUF file of the
+    same tokenizer; None: the file gets none. Raises CheckpointError for a checkpoint that llama.cpp's architecture
+    "llama" does not cover.
     """
     config = read_config(folder)
     if config.head_norms or config.model_type not in ("llama", "mistral"):
@@ -56,7 +62,13 @@ def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] =
     tensors, draft = list(gguf_tensors(Weights(folder), config, getattr(torch, dtype))), path.with_suffix(".part")
     writer = gguf.GGUFWriter(draft, "llama")
     for key, value in metadata(config).items():
-        _ADD[type(value)](writer, key, value)
+        if tokenizer is None or not key.startswith("tokenizer."):
+            _ADD[type(value)](writer, key, value)
+    if tokenizer is not None:
+        for key, field in gguf.GGUFReader(tokenizer).fields.items():
+            if key.startswith("tokenizer."):
+                part = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), field.types[0], sub_type=part)
     for tensor in tensors:
         kind = _TYPES[tensor.dtype]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, raw_dtype=kind)

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from bench.rows.processes import ROOT, output
 from bench.rows.requests import BenchRequest, sample_from_json
@@ -23,6 +24,9 @@ from bench.rows.row import Models, WorkerRow, worker
 from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.process_env import SPINS
+
+if TYPE_CHECKING:
+    from outrider.engine.checkpoints.checkpoint import ModelConfig
 
 VERSION = "0.3.36"  # of llama-cpp-python
 PACKAGE = "llama-cpp-python"
@@ -33,6 +37,7 @@ OPTIONS_OFF = (
     *("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER"),
     *("LLAMA_BUILD_APP", "LLAMA_OPENSSL", "GGML_BUILD_TESTS", "GGML_BUILD_EXAMPLES"),
 )
+CONTEXT = 4096  # tokens, at most
 CHAINS = {"llama.cpp": 0, "llama.cpp-draft-3": 3, "llama.cpp-draft-6": 6}  # drafted tokens before a pass, by row
 WORKER = Path(__file__).with_name("llama_worker.py")
 ADVICE = "or leave llama.cpp's rows out with --no-llama-cpp"
@@ -123,9 +128,9 @@ def rows_of_worker(process: WorkerRow) -> list[LlamaRow]:
 
 @asynccontextmanager
 async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[WorkerRow]:
-    """Write the models as GGUF, start a process that serves them, and wait until it has loaded.
+    """Write the models as GGUF, and start a process that serves them; see `llama_files`.
 
-    Raises CheckpointError for models that llama.cpp does not cover, Unavailable when the process ends.
+    Raises CheckpointError for models that llama.cpp does not cover, too.
     """
     from bench.peers.gguf import write_gguf
     from outrider.engine.checkpoints.checkpoint import read_config
@@ -136,16 +141,40 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
         for flag, checkpoint in files.items():
             files[flag] = Path(scratch) / f"{flag.strip('-')}.gguf"
             await asyncio.to_thread(write_gguf, checkpoint, files[flag], models.dtype)
-        command = (
-            # -P: modules beside the worker must not hide packages of the same name.
-            *(str(folder / "env" / "bin" / "python"), "-P", str(WORKER)),
-            *(part for flag, file in files.items() for part in (flag, str(file))),
-            *("--unpadded-vocabulary", str(config.unpadded_vocabulary)),
-            *("--threads", str(models.threads), "--context", str(config.context)),
-        )
-        async with worker("llama.cpp", *command, environment=_environment(folder)) as started:
-            await started.line()
+        async with llama_files(files, config, models.threads, folder) as started:
             yield started
+
+
+@asynccontextmanager
+async def llama_files(
+    files: Mapping[str, Path], config: ModelConfig, threads: int, folder: Path = FOLDER
+) -> AsyncIterator[WorkerRow]:
+    """Start a process that serves GGUF files, by the worker's flags, and wait until it has loaded.
+
+    Raises Unavailable when the process ends.
+    """
+    command = (
+        # -P: modules beside the worker must not hide packages of the same name.
+        *(str(folder / "env" / "bin" / "python"), "-P", str(WORKER)),
+        *(part for flag, file in files.items() for part in (flag, str(file))),
+        *("--unpadded-vocabulary", str(config.unpadded_vocabulary)),
+        *("--threads", str(threads), "--context", str(min(config.context, CONTEXT))),
+    )
+    async with worker("llama.cpp", *command, environment=_environment(folder)) as started:
+        await started.line()
+        yield started
+
+
+async def quantize(source: Path, destination: Path, kind: str, threads: int, folder: Path = FOLDER) -> None:
+    """Write a GGUF file in another type, as "Q4_K_M". Raises Unavailable when that fails."""
+    script = (
+        "import sys, llama_cpp.llama_cpp as it; p = it.llama_model_quantize_default_params();"
+        "p.ftype, p.nthread = getattr(it, 'LLAMA_FTYPE_MOSTLY_' + sys.argv[3]), int(sys.argv[4]);"
+        "sys.exit(it.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
+    )
+    command = (str(folder / "env" / "bin" / "python"), "-P", "-c", script)
+    arguments = (str(source), str(destination), kind, str(threads))
+    await output(f"llama.cpp cannot write {kind}", *command, *arguments, environment=_environment(folder))
 
 
 def _environment(folder: Path) -> dict[str, str]:

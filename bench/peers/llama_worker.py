@@ -2,11 +2,12 @@
 
 `python -P llama_worker.py --target FILE [--draft FILE] --unpadded-vocabulary N --threads N --context N`. It needs numpy
 and llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers
-each line of stdin with a line of JSON, until stdin ends. There are three kinds of requests:
+each line of stdin with a line of JSON, until stdin ends. There are four kinds of requests:
 
 - {"prompt": [...], "temperature": T, "seed": S, "max_tokens": N, "chain": C}: decode N tokens, with a chain of C
   drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
 - {"rows": N}: the seconds of one pass over N tokens after PASS_CONTEXT others. One untimed pass precedes it.
+- {"prompt_rows": N}: the seconds from nothing to the logits after a prompt of N tokens.
 - {"logits": [...]}: the logits after each token of a text.
 
 Ids from `--unpadded-vocabulary` on are never chosen.
@@ -217,6 +218,14 @@ def pass_seconds(model: WorkerDecoder, rows: int) -> float:
     return seconds
 
 
+def prompt_seconds(model: WorkerDecoder, rows: int) -> float:
+    """Time a prompt of `rows` tokens, of which llama.cpp computes 512 at once, its default."""
+    model.forget(0)
+    began = time.perf_counter()
+    model.decode([0] * rows, 0, 1)
+    return time.perf_counter() - began
+
+
 def serve(
     target: WorkerDecoder,
     drafter: ChainDrafter | None,
@@ -230,6 +239,8 @@ def serve(
         request = json.loads(line)
         if "rows" in request:
             emit(pass_seconds(target, request["rows"]))
+        elif "prompt_rows" in request:
+            emit(prompt_seconds(target, request["prompt_rows"]))
         elif "logits" in request:
             target.forget(0)
             emit(target.decode(request["logits"], 0, len(request["logits"])).tolist())

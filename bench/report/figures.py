@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from bench.engine.formats import FormatResults, formats_line
 from bench.engine.passes import PassTime
 from bench.engine.roofline import Limit
 from bench.peers.llama_cpp import CHAINS
@@ -125,6 +126,7 @@ class BenchResults:
     passes: list[PassTime] = field(default_factory=list)
     tiers: list[Measurement] = field(default_factory=list)
     settling: list[SettlingTime] = field(default_factory=list)  # the suite tiers'
+    formats: list[FormatResults] = field(default_factory=list)
     gpu: list[str] = field(default_factory=list)  # output lines of `bench.gpu`
 
 
@@ -152,7 +154,12 @@ def of_first_link(takes: Sequence[Measurement], link: str) -> float | None:
 
 
 def last_line(results: BenchResults) -> str:
-    """Return the line for scripts, for the largest target whose rows were measured; a dash for missing figures."""
+    """Return the line for scripts, for the largest target whose rows were measured; a dash for missing figures.
+
+    The suite formats alone has a line of its own.
+    """
+    if results.formats and not results.takes:
+        return formats_line(results.formats)
     target = max((take.target for take in results.takes), default=0)
     takes = [take for take in results.takes if take.target == target]
     cold, hot = ([take for take in takes if take.temperature == temperature] for temperature in (0.0, 1.0))

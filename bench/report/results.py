@@ -47,6 +47,7 @@ def save(options: BenchOptions, results: BenchResults, name: str | None, seconds
         "tiers": [_take(take) for take in results.tiers],
         "settling": [asdict(entry) for entry in results.settling],
         "gpu": results.gpu,
+        "formats": [asdict(entry) for entry in results.formats],
         "passes": [asdict(entry) | {"ms": entry.ms, "over_limit": entry.over_limit} for entry in results.passes],
     }
     draft = path.with_suffix(".part")

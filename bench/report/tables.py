@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine.formats import PROMPT, FormatSpeed
 from bench.engine.passes import LLAMA_CPP, PassTime
 from bench.peers.llama_worker import PASS_CONTEXT
 from bench.report.figures import BenchResults, LoadFigures, Measurement, RowMemory, of_first_link, ratio, shown
@@ -50,6 +51,11 @@ def print_tables(screen: Console, results: BenchResults) -> None:
         screen.print(f"{entry.target / 1e6:.0f}M, T = {entry.temperature:g}: tiers chosen {after}", markup=False)
     for target in dict.fromkeys(entry.target for entry in results.passes):
         screen.print(_passes([entry for entry in results.passes if entry.target == target]))
+    for result in results.formats:
+        screen.print(_passes(result.passes))
+        screen.print(_speeds(result.prompts, f"prompts of {PROMPT} tokens"))
+        if result.texts:
+            screen.print(_speeds(result.texts, "texts at temperature 1"))
     for line in results.gpu:
         screen.print(line, markup=False, soft_wrap=True)
 
@@ -223,6 +229,19 @@ def _tiers(takes: Sequence[Measurement], target: int) -> Table:
     return table
 
 
+def _speeds(entries: Sequence[FormatSpeed], title: str) -> Table:
+    """Tokens a second, and how many times each of llama.cpp's rows."""
+    peers = [entry for entry in entries if entry.row.startswith(LLAMA_CPP)]
+    names = list(dict.fromkeys(entry.row for entry in peers))
+    target = entries[0].target
+    table = _table(f"{title}, {target / 1e6:.0f}M", "weights", "row", "tokens/s", *(f"x {name}" for name in names))
+    for entry in entries:
+        over = {it.row: entry.over(it) for it in peers if it.dtype == entry.dtype}
+        ratios = [shown(over.get(name), 2) for name in names]
+        table.add_row(entry.dtype, entry.row, shown(median(entry.tokens_per_s)), *ratios)
+    return table
+
+
 def _passes(entries: Sequence[PassTime]) -> Table:
     target, threads = entries[0].target, entries[0].threads
     counts = list(dict.fromkeys(entry.rows for entry in entries))
@@ -230,13 +249,18 @@ def _passes(entries: Sequence[PassTime]) -> Table:
         f"passes of {target / 1e6:.0f}M behind {PASS_CONTEXT} tokens, {threads} thread{'' if threads == 1 else 's'}",
         "engine", "weights", "", *(f"{count} rows" if count > 1 else "1 row" for count in counts),
     )  # fmt: skip
-    peer = {entry.rows: entry for entry in entries if entry.engine == LLAMA_CPP}
+    peers = {(entry.dtype, entry.rows): entry for entry in entries if entry.engine == LLAMA_CPP}
+    only = {rows: entry for (_, rows), entry in peers.items()}  # of a table with one type of llama.cpp's
     for engine, dtype in dict.fromkeys((entry.engine, entry.dtype) for entry in entries):
         found = [entry for entry in entries if (entry.engine, entry.dtype) == (engine, dtype)]
+
+        def peer_of(entry: PassTime) -> PassTime | None:
+            return peers.get((entry.dtype, entry.rows), only.get(entry.rows))
+
         lines: list[tuple[str, list[float | None]]] = [
             ("ms", [entry.ms for entry in found]),
             ("x one row", [entry.over(found[0]) for entry in found]),
-            ("x llama.cpp", [entry.over(peer[entry.rows]) if peer else None for entry in found]),
+            ("x llama.cpp", [entry.over(peer) if (peer := peer_of(entry)) else None for entry in found]),
             ("x limit", [entry.over_limit for entry in found]),
         ]
         table.add_section()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 LAST_LINES = 5
 
 
-async def output(failure: str, *command: str) -> bytes:
+async def output(failure: str, *command: str, environment: Mapping[str, str] | None = None) -> bytes:
     """Return the output of a command. Raises Unavailable with `failure` and the last lines of its stderr."""
     child = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
+        env=environment,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

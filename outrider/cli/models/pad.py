@@ -11,7 +11,9 @@ from outrider.cli.command import parse_count, reported
 
 
 def pad(
-    source: Annotated[Path, typer.Argument(help="Checkpoint: a folder, or ORG/NAME[@REVISION] on the hub.")],
+    source: Annotated[
+        Path, typer.Argument(help="Checkpoint: a folder, a GGUF file, or ORG/NAME[@REVISION] on the hub.")
+    ],
     destination: Annotated[Path, typer.Argument(help="Folder to write the padded checkpoint to.")],
     parameters: Annotated[
         int | None, typer.Option(parser=parse_count, metavar="COUNT", help="About how many parameters, like 150M.")

@@ -45,6 +45,7 @@ from outrider.engine.checkpoints.model_card import SAME, weights_digest
 from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_tensor
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.errors import CheckpointError
+from outrider.hub import is_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,6 +138,8 @@ def pad_checkpoint(
     `destination` is in use or cannot be written.
     """
     config = read_config(source)
+    if is_gguf(destination):
+        raise CheckpointError(f"{destination}: padding writes a folder, not a GGUF file; give a name without .gguf")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already; choose a folder that does not")
     if shape is not None:
