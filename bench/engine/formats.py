@@ -24,7 +24,7 @@ from bench.rows.cluster import ClusterRow, running
 from bench.rows.requests import BenchRequest
 from bench.rows.row import worker
 
-TYPES = ("Q4_K_M", "Q4_0", "Q8_0")  # that padded models are quantized to
+TYPES = ("Q4_K_M", "Q4_0", "Q8_0")  # of padded models
 ROWS = (1, 4, 8, 16)
 PROMPT = 1000  # tokens
 TEXT = "Write a short story about a lighthouse keeper and his dog."

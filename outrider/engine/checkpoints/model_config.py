@@ -47,7 +47,7 @@ class ModelConfig:
         if (scaling := self.rope.scaling) is not None:
             rope |= asdict(scaling) | {"rope_type": "llama3"}
             rope["original_max_position_embeddings"] = rope.pop("original_context")
-        biased = self.qkv_bias and self.model_type != "qwen2"  # which has them in any case
+        biased = self.qkv_bias and self.model_type != "qwen2"  # models of qwen2 all have them
         return {
             "architectures": [f"{self.model_type.capitalize()}ForCausalLM"],
             "model_type": self.model_type,

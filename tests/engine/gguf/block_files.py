@@ -20,7 +20,7 @@ SHAPES = {
     "ffn_up": (FFN, WIDTH),
     "ffn_down": (WIDTH, FFN),
 }
-# Where a block has its scale, and what an offset is, if it has one behind the scale: so many times the scale.
+# The first byte of a block's scale, and what an offset, which follows it, is of the scale.
 SCALES = {"q2_k": 80, "q3_k": 108, "q6_k": 208} | dict.fromkeys(
     ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "iq4_nl", "iq4_xs"), 0
 )
