@@ -85,6 +85,7 @@ class ReceivedAnswer:
             schema=self.schema,
             terms=self.terms,
             form=self.form,
+            prompt_token_ids=tuple(started.prompt_token_ids),
         )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -73,6 +73,7 @@ class AsyncStream:
         request = wire.GenerateRequest()
         request.CopyFrom(self._answer.request)
         request.sampling.choice, request.idempotency_key = choice, _wire.random_key()
+        request.return_prompt = False  # it is that of the first choice
         stream = AsyncStream(self._router, request, self._timeout, self._answer.schema, self._answer.terms)
         stream.keeps_answer = self.keeps_answer
         return stream
@@ -86,6 +87,11 @@ class AsyncStream:
     def cached_tokens(self) -> int:
         """Tokens of the prompt whose KV was cached, once the first chunk has arrived; 0 before."""
         return self._answer.started.cached_tokens if self._answer.started else 0
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Tokens of the prompt once the first chunk has arrived, if they were requested; empty before."""
+        return self._answer.started.prompt_token_ids if self._answer.started else ()
 
     def reader(self) -> AnswerReader:
         """Return what divides the chunks' texts into content, reasoning and calls of tools, once the first chunk has

@@ -23,7 +23,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log-probabilities, likeliest first
     text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
     top_texts: tuple[bytes, ...] = ()  # of the likeliest tokens
-    id: int = 0  # of the prompt's tokens: the token's id
+    id: int = 0  # the token's id
     rank: int = 0  # of the prompt's tokens: 1 is the likeliest; 0: the first, whose `logprob` is NaN: it follows none
 
 
@@ -138,6 +138,7 @@ class Generation:
     terms: AnswerTerms = field(default=ANY_TERMS, repr=False)  # what the request's answer may have in it
     form: ModelForm = field(default=PLAIN_FORM, repr=False)  # how the model writes that
     stop: str = ""  # the string of the request's `stop` that ended it; empty: none did
+    prompt_token_ids: tuple[int, ...] = ()  # all before the answer, if the request has `return_prompt_token_ids`
 
     @property
     def parsed(self) -> Any:

@@ -87,6 +87,7 @@ class Options(TypedDict, total=False):
     typical_delta: float  # of "typical-acceptance": 0.3
     add_special_tokens: bool  # with a prompt of text: those that the tokenizer itself puts around it; True
     truncate_prompt_tokens: int | None  # keep the last ones of the prompt's tokens alone, at most this many
+    return_prompt_token_ids: bool  # Generation.prompt_token_ids has the prompt's tokens; False
     tokenizer_digest: bytes  # with a prompt of token ids: refuse the request if the model's tokenizer differs
     schema: Any  # the answer is JSON of this schema: a mapping, or a pydantic model's class
     regex: str | None  # the answer as a whole matches this regular expression
@@ -143,6 +144,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         show_special_tokens=not options.get("skip_special_tokens", True),
         omit_special_tokens=not options.get("add_special_tokens", True),
         truncate_prompt_tokens=_truncation(options.get("truncate_prompt_tokens")),
+        return_prompt=options.get("return_prompt_token_ids", False),
         omit_generation_prompt=not options.get("add_generation_prompt", not continued) and not continued,
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
@@ -229,6 +231,8 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
         raise InternalError(f"the router sent a malformed chunk of {count} tokens")
     if count and message.prompt_logprobs:
         raise InternalError("the router sent a chunk with tokens of both prompt and answer")
+    for entry, token in zip(message.logprobs, message.token_ids, strict=False):
+        entry.id = token
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),

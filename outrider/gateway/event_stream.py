@@ -49,6 +49,7 @@ async def server_sent_events(
             if part is WAITING:
                 yield format_.keep_alive
             else:
+                held.add_ids(len(part.prompt_token_ids))
                 if format_.keeps_text and part.chunk is not None:
                     held.add(part.chunk)
                 for event in format_.events(part):

@@ -24,6 +24,7 @@ ROW_BYTES = 64  # of a token with its log-probability
 ALTERNATIVE_BYTES = 20  # of each alternative, with 11 of its text; what longer ones take is counted when they come
 OVERHEAD_BYTES = 41  # of Python for each row
 WIDE_BYTES = 4  # of a character in a text that is not ASCII
+ID_BYTES = 48  # of a token's id: Python's number, and references to it
 AHEAD_BYTES = 2**16  # of a streamed answer, which are sent before the client takes them
 CONTEXTS_S = 60.0  # how long contexts are used again
 _HELD = "outrider.answers"  # key in a request's scope: its HeldAnswers
@@ -52,6 +53,14 @@ class HeldAnswers:
         text, rows = chunk.text, chunk.logprobs.rows + chunk.prompt_logprobs.rows
         self._held += len(text) * (1 if text.isascii() else WIDE_BYTES)
         self._held += sum(map(len, rows)) + OVERHEAD_BYTES * len(rows)
+        self._reserve_held()
+
+    def add_ids(self, count: int) -> None:
+        """Count ids of tokens that are kept. Raises Overloaded."""
+        self._held += ID_BYTES * count
+        self._reserve_held()
+
+    def _reserve_held(self) -> None:
         if (more := self._held - self._counted) > 0:
             self.reserve(more)
 

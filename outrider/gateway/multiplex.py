@@ -23,6 +23,7 @@ class ReceivedPart:
     ended: Generation | None = None
     reader: Callable[[], AnswerReader] = AnswerReader  # makes what divides the choice's text
     cached_tokens: int = 0  # of a chunk: tokens of its prompt whose KV was cached
+    prompt_token_ids: Sequence[int] = ()  # of a prompt's first choice, in its first part, if they are wanted
 
 
 async def streams(
@@ -120,12 +121,23 @@ async def _follow(
     try:
         if waits:
             await prompt_read.wait()
+        begun = False
         async with stream:
             async for chunk in stream:
                 if not chunk.prompt_logprobs:
                     prompt_read.set()
-                await queue.put(ReceivedPart(index, chunk, reader=stream.reader, cached_tokens=stream.cached_tokens))
+                await queue.put(
+                    ReceivedPart(
+                        index,
+                        chunk,
+                        reader=stream.reader,
+                        cached_tokens=stream.cached_tokens,
+                        prompt_token_ids=() if begun else stream.prompt_token_ids,
+                    )
+                )
+                begun = True
         prompt_read.set()
-        await queue.put(ReceivedPart(index, ended=stream.result))
+        ids = () if begun else stream.prompt_token_ids
+        await queue.put(ReceivedPart(index, ended=stream.result, prompt_token_ids=ids))
     except Exception as error:
         await queue.put(error)

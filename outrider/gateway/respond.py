@@ -59,9 +59,11 @@ async def answer(
         stream.discards_unread = True
     ended: dict[int, Generation] = {}
     texts, rows = [StringIO() for _ in range(count)], [list[bytes]() for _ in range(count)]
+    ids = [list[int]() for _ in range(count)]
     prompts, prompt_texts = [list[bytes]() for _ in range(count)], [PromptText() for _ in range(count)]
     async with aclosing(parts):
         async for part in parts:
+            held.add_ids(len(part.prompt_token_ids))
             if part.chunk is not None:
                 held.add(part.chunk)
                 prompts[part.index].extend(part.chunk.prompt_logprobs.rows)
@@ -69,12 +71,17 @@ async def answer(
                     texts[part.index].write(prompt_texts[part.index].add(part.chunk.prompt_logprobs))
                 texts[part.index].write(part.chunk.text)
                 rows[part.index].extend(part.chunk.logprobs.rows)
+                if asked.token_ids:
+                    held.add_ids(len(part.chunk.token_ids))
+                    ids[part.index].extend(part.chunk.token_ids)
             if part.ended is not None:
                 ended[part.index] = part.ended
     generations = [
         replace(
             ended[index],
             text=texts[index].getvalue(),
+            token_ids=tuple(ids[index]),
+            prompt_token_ids=ended[index - index % asked.n].prompt_token_ids,
             logprobs=LogprobRows(rows[index]),
             prompt_logprobs=LogprobRows(prompts[index]),
         )

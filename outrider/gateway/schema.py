@@ -184,6 +184,8 @@ class ResponseTerms(NamedTuple):
     prompt_logprobs: int | None = None  # as `GenerationForm.prompt_logprobs`
     prompt_alternatives: int | None = None  # as `GenerationForm.prompt_alternatives`
     prompt_limits: Sequence[int | None] = ()  # most tokens of each prompt; None: as many as fit into the context
+    token_ids: bool = False  # the ids of prompts and answers are wanted
+    tokens_as_ids: bool = False  # tokens with log-probabilities are written as their ids
 
 
 class AnswerRequest(RequestBody):
@@ -255,8 +257,8 @@ class GenerationForm(AnswerRequest):
     skip_special_tokens: bool | None = None  # false: they have text, but for one that ends the answer
     spaces_between_special_tokens: Unserved = only(True)
     detokenize: Unserved = only(True)
-    return_token_ids: Unserved = only(False)
-    return_tokens_as_token_ids: Unserved = only(False)
+    return_token_ids: bool = False  # `prompt_token_ids` and `token_ids`, as vLLM has them
+    return_tokens_as_token_ids: bool = False  # tokens with log-probabilities are written `token_id:N`
     # of every token of the prompt, up to 20 and not streamed, as vLLM has them
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # the last ones alone, at most this many
@@ -292,6 +294,8 @@ class GenerationForm(AnswerRequest):
             prompt_logprobs=self.prompt_logprobs,
             prompt_alternatives=self.prompt_alternatives,
             prompt_limits=[_most_tokens(prompt) for prompt in self.prompts],
+            token_ids=self.return_token_ids,
+            tokens_as_ids=self.return_tokens_as_token_ids,
         )
 
     @property
@@ -382,6 +386,7 @@ class GenerationForm(AnswerRequest):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "return_prompt_token_ids": self.return_token_ids or None,
             "logprobs": self.alternatives,
             "prompt_logprobs": self.prompt_alternatives,
             **{form.option: form.value for form in self.forms},

@@ -31,6 +31,7 @@ class StreamedText:
     entries: Sequence[TokenLogprobs] | None  # of its tokens, if log-probabilities are wanted
     offset: int  # characters of the choice before it
     make_reader: Callable[[], AnswerReader]  # makes what divides the choice's text
+    token_ids: Sequence[int] | None = None  # of its tokens, if they are wanted
 
 
 class ResponseForm(Protocol):
@@ -39,6 +40,7 @@ class ResponseForm(Protocol):
     kind: str  # `object` of a complete answer
     piece: str  # `object` of a streamed part
     prefix: str  # of an answer's id
+    prompt_in_choice: bool  # whether a prompt's token ids are in each choice, and not in the response
 
     def complete(self, index: int, generation: Generation) -> Json:
         """Return a choice that has ended."""
@@ -58,24 +60,27 @@ class CompletionForm:
 
     kind = piece = "text_completion"
     prefix = "cmpl-"
+    prompt_in_choice = True
 
     def __init__(self, asked: ResponseTerms) -> None:
         self._asked = asked
-        alternatives = asked.alternatives or 0
-        self._columns: defaultdict[int, _Columns] = defaultdict(lambda: _Columns(alternatives))  # by choice
+        self._columns: defaultdict[int, _Columns] = defaultdict(lambda: _Columns(asked))  # by choice
 
     def complete(self, index: int, generation: Generation) -> Json:
         prompt, entries = generation.prompt_logprobs, None
         if self._asked.alternatives is not None:
             entries = LogprobRows((*(prompt.rows if self._asked.echo else ()), *generation.logprobs.rows)) or None
         choice = self._choice(index, generation.text, entries, 0, reason(generation))
+        if self._asked.token_ids:
+            choice |= {"prompt_token_ids": iter(generation.prompt_token_ids), "token_ids": iter(generation.token_ids)}
         return choice if self._asked.prompt_logprobs is None else choice | _prompt(prompt, self._asked.prompt_logprobs)
 
     def whole(self, generations: Sequence[Generation]) -> Json:
         return {}
 
     def parts(self, piece: StreamedText) -> list[Json]:
-        return [self._choice(piece.index, piece.text, piece.entries, piece.offset, None)]
+        choice = self._choice(piece.index, piece.text, piece.entries, piece.offset, None)
+        return [choice if piece.token_ids is None else choice | {"token_ids": piece.token_ids}]
 
     def last(self, index: int, reason: str) -> list[Json]:
         return [self._choice(index, "", None, 0, reason)]
@@ -93,6 +98,7 @@ class ChatForm:
     kind = "chat.completion"
     piece = "chat.completion.chunk"
     prefix = "chatcmpl-"
+    prompt_in_choice = False
 
     def __init__(self, asked: ResponseTerms) -> None:
         self._asked = asked
@@ -109,12 +115,15 @@ class ChatForm:
             message["tool_calls"] = [
                 {"id": call_id(generation.form, call.id), **_call(call.name, call.arguments)} for call in calls
             ]
-        entries = _rows(generation.logprobs) if generation.logprobs else None
-        return {"index": index, "message": message, "logprobs": entries, "finish_reason": _with_calls(why, bool(calls))}
+        entries = self._rows(generation.logprobs) if generation.logprobs else None
+        ids: Json = {"token_ids": iter(generation.token_ids)} if self._asked.token_ids else {}
+        ended = _with_calls(why, bool(calls))
+        return {"index": index, "message": message, "logprobs": entries, "finish_reason": ended, **ids}
 
     def whole(self, generations: Sequence[Generation]) -> Json:
-        wanted = self._asked.prompt_logprobs
-        return {} if wanted is None else _prompt(generations[0].prompt_logprobs, wanted)
+        wanted, first = self._asked.prompt_logprobs, generations[0]
+        ids: Json = {"prompt_token_ids": iter(first.prompt_token_ids)} if self._asked.token_ids else {}
+        return ids if wanted is None else ids | _prompt(first.prompt_logprobs, wanted)
 
     def parts(self, piece: StreamedText) -> list[Json]:
         index = piece.index
@@ -122,9 +131,12 @@ class ChatForm:
             self._readers[index] = piece.make_reader()
         reader = self._readers[index]
         deltas = self._deltas(index, reader.form, reader.read(piece.text))
-        if piece.entries is not None:
+        if piece.entries is not None or piece.token_ids is not None:
             deltas = deltas or [self._delta(index, {}, None, None)]
-            deltas[-1]["logprobs"] = _rows(piece.entries)
+        if piece.entries is not None:
+            deltas[-1]["logprobs"] = self._rows(piece.entries)
+        if piece.token_ids is not None:
+            deltas[-1]["token_ids"] = piece.token_ids
         return deltas
 
     def last(self, index: int, reason: str) -> list[Json]:
@@ -161,6 +173,9 @@ class ChatForm:
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _rows(self, entries: Sequence[TokenLogprobs]) -> Json:
+        return _rows(entries, as_ids=self._asked.tokens_as_ids)
 
 
 def call_id(form: ModelForm, given: str, prefix: str = "call_") -> str:
@@ -279,8 +294,9 @@ class _Columns:
     """Log-probabilities in the format of completions: one list for each field. It is for the tokens of one choice, in
     their order: a character may begin in one part of a stream and end in another."""
 
-    def __init__(self, alternatives: int) -> None:
-        self._alternatives = alternatives
+    def __init__(self, asked: ResponseTerms) -> None:
+        self._alternatives = asked.alternatives or 0
+        self._as_ids = asked.tokens_as_ids
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, entries: Sequence[TokenLogprobs], offset: int) -> Json:
@@ -289,9 +305,9 @@ class _Columns:
         A token that ends within a character does not move the offset: the character begins where it did.
         """
         return {
-            "tokens": (_shown(entry.text) for entry in entries),
+            "tokens": (_name(entry.id, entry.text, as_id=self._as_ids) for entry in entries),
             "token_logprobs": (None if isnan(entry.logprob) else entry.logprob for entry in entries),
-            "top_logprobs": (_with_chosen(entry, self._alternatives) for entry in entries),
+            "top_logprobs": (_with_chosen(entry, self._alternatives, as_ids=self._as_ids) for entry in entries),
             "text_offset": self._offsets(entries, offset),
         }
 
@@ -301,13 +317,14 @@ class _Columns:
             offset += len(self._decoder.decode(entry.text))
 
 
-def _with_chosen(entry: TokenLogprobs, count: int) -> dict[str, float] | None:
+def _with_chosen(entry: TokenLogprobs, count: int, *, as_ids: bool) -> dict[str, float] | None:
     """Return the `count` likeliest tokens, and the chosen one, with their log-probabilities; None for a prompt's first
     token, which has none."""
     if isnan(entry.logprob):
         return None
-    likeliest = {_shown(text): logprob for (_, logprob), text in zip(entry.top[:count], entry.top_texts, strict=False)}
-    return {**likeliest, _shown(entry.text): entry.logprob}
+    top = zip(entry.top[:count], entry.top_texts, strict=False)
+    likeliest = {_name(id_, text, as_id=as_ids): logprob for (id_, logprob), text in top}
+    return {**likeliest, _name(entry.id, entry.text, as_id=as_ids): entry.logprob}
 
 
 def _prompt(rows: Sequence[TokenLogprobs], count: int) -> Json:
@@ -337,14 +354,18 @@ class PromptText:
         return self._decoder.decode(b"".join(entry.text for entry in rows))
 
 
-def _rows(entries: Sequence[TokenLogprobs]) -> Json:
+def _rows(entries: Sequence[TokenLogprobs], *, as_ids: bool) -> Json:
     """Return log-probabilities in the format of chats: one object for each token."""
+
+    def row(id_: int, text: bytes, logprob: float) -> Json:
+        return {"token": _name(id_, text, as_id=as_ids), "logprob": logprob, "bytes": [*text]}
+
     return {
         "content": (
             {
-                **_row(entry.text, entry.logprob),
+                **row(entry.id, entry.text, entry.logprob),
                 "top_logprobs": [
-                    _row(text, logprob) for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)
+                    row(id_, text, logprob) for (id_, logprob), text in zip(entry.top, entry.top_texts, strict=True)
                 ],
             }
             for entry in entries
@@ -353,8 +374,8 @@ def _rows(entries: Sequence[TokenLogprobs]) -> Json:
     }
 
 
-def _row(text: bytes, logprob: float) -> Json:
-    return {"token": _shown(text), "logprob": logprob, "bytes": [*text]}
+def _name(id_: int, text: bytes, *, as_id: bool) -> str:
+    return f"token_id:{id_}" if as_id else _shown(text)
 
 
 def _shown(text: bytes) -> str:

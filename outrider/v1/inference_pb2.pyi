@@ -18,7 +18,7 @@ PRIORITY_INTERACTIVE: Priority
 PRIORITY_BATCH: Priority
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables", "broke_off", "continue_final_message", "omit_generation_prompt", "include_stop", "show_special_tokens", "omit_special_tokens", "truncate_prompt_tokens")
+    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables", "broke_off", "continue_final_message", "omit_generation_prompt", "include_stop", "show_special_tokens", "omit_special_tokens", "truncate_prompt_tokens", "return_prompt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -61,7 +62,8 @@ class GenerateRequest(_message.Message):
     show_special_tokens: bool
     omit_special_tokens: bool
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ..., broke_off: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., omit_generation_prompt: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., show_special_tokens: _Optional[bool] = ..., omit_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    return_prompt: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ..., broke_off: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., omit_generation_prompt: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., show_special_tokens: _Optional[bool] = ..., omit_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt: _Optional[bool] = ...) -> None: ...
 
 class Tools(_message.Message):
     __slots__ = ("definitions", "required", "name", "single")
@@ -217,7 +219,7 @@ class Following(_message.Message):
     def __init__(self) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "model", "seed", "prompt_tokens", "generation", "cached_tokens", "forked_from", "rule", "lossy", "tool_format", "reasoning")
+    __slots__ = ("session_id", "model", "seed", "prompt_tokens", "generation", "cached_tokens", "forked_from", "rule", "lossy", "tool_format", "reasoning", "prompt_token_ids")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class Started(_message.Message):
     LOSSY_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     seed: int
@@ -240,7 +243,8 @@ class Started(_message.Message):
     lossy: bool
     tool_format: str
     reasoning: str
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_from: _Optional[str] = ..., rule: _Optional[str] = ..., lossy: _Optional[bool] = ..., tool_format: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_from: _Optional[str] = ..., rule: _Optional[str] = ..., lossy: _Optional[bool] = ..., tool_format: _Optional[str] = ..., reasoning: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("text", "token_ids", "gaps", "next_position", "text_offset", "logprobs", "prompt_logprobs")

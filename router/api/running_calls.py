@@ -20,7 +20,7 @@ from router.counters.request_metrics import RequestMetrics
 from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
 from router.sessions.context import RouterContext
 from router.sessions.generation import OwnedGeneration
-from router.sessions.outbox import Event, Outbox
+from router.sessions.outbox import Event, Outbox, StartedEvent
 from router.sessions.response import ResponsePart
 from router.sessions.takeover import OpenedGeneration, Takeovers
 
@@ -217,4 +217,7 @@ def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> b
 
 
 def _message(opened: OpenedGeneration, event: Event) -> wire.GenerateResponse:
-    return event_to_pb(event, opened.turn.contract, opened.model.token_text)
+    message = event_to_pb(event, opened.turn.contract, opened.model.token_text)
+    if isinstance(event, StartedEvent):
+        message.started.prompt_token_ids.extend(opened.returned_prompt)
+    return message

@@ -108,6 +108,7 @@ class GenerateServicer(InferenceServicer):
                         ticket = replace(ticket, priority=QueueClass.RESUMED)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
+                opened = replace(opened, returns_prompt=params.returns_prompt)
                 await self.calls.run(opened, slot, outbox, writer, metrics, pending)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:

@@ -80,6 +80,7 @@ class GenerateParams:
     special_tokens: bool = False  # whether special tokens have text
     adds_special: bool = True  # a prompt of text gets the tokens that the tokenizer itself puts around it
     truncated_to: int = 0  # the prompt keeps at most this many of its tokens, the last ones; 0: all
+    returns_prompt: bool = False  # Started has the prompt's tokens
     broke_off: bool = False  # the caller's earlier call of this request broke before any event
 
     @property
@@ -160,6 +161,7 @@ def parse(
         special_tokens=request.show_special_tokens,
         adds_special=not request.omit_special_tokens,
         truncated_to=request.truncate_prompt_tokens,
+        returns_prompt=request.return_prompt,
         broke_off=request.broke_off,
         tenant=tenant,
         context=context,

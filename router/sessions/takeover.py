@@ -51,6 +51,15 @@ class OpenedGeneration:
     forked_from: str = ""
     logged: int = 0  # tokens that were in the log before it began, where it began here
     deadline: float = math.inf  # by the monotonic clock
+    read: Sequence[int] = ()  # the session's tokens, where the generation has ended
+    returns_prompt: bool = False  # whether the client is sent the prompt's tokens
+
+    @property
+    def returned_prompt(self) -> Sequence[int]:
+        """The prompt's tokens, if the client is sent them."""
+        if not self.returns_prompt:
+            return ()
+        return (self.read if self.token_log is None else self.token_log.tokens)[: self.response.start]
 
     @property
     def ended(self) -> FinishReason | None:
@@ -232,6 +241,7 @@ class Takeovers:
             client=found.client,
             policy=self._policy(record.plan, found.model, found.turn.contract),
             deadline=math.inf if stored is None else time.monotonic() + stored - self._store.clock.now(),
+            read=found.tokens if token_log is None else (),
         )
 
 

@@ -320,7 +320,9 @@ async def test_each_token_has_one_log_probability_entry(router: ScriptedRouter) 
     async with outrider.AsyncClient(router.address) as client:
         assert (await client.generate("hello", timeout=5)).logprobs == ()
         own = await client.generate("hello", logprobs=0, timeout=5)
-        assert own.logprobs == tuple(outrider.TokenLogprobs(-number / 4, ()) for number in range(5))
+        assert own.logprobs == tuple(
+            outrider.TokenLogprobs(-number / 4, (), id=token) for number, token in enumerate(own.token_ids)
+        )
         likely = await client.generate("hello", logprobs=2, timeout=5)
         assert [entry.top for entry in likely.logprobs] == [((0, 0.0), (1, -0.5))] * 5
 

@@ -35,6 +35,7 @@ class ChoicesFormat:
         self._tokens: defaultdict[int, int] = defaultdict(int)  # of each choice so far
         self._prompts: dict[int, int] = {}  # tokens of each prompt
         self._prompt_texts: defaultdict[int, PromptText] = defaultdict(PromptText)  # of those that are echoed
+        self._unsent_prompts: dict[int, Sequence[int]] = {}  # by choice: ids that its first event is to have
         self._ended: dict[int, Generation] = {}
 
     async def body(self, generations: Sequence[Generation]) -> Json:
@@ -44,13 +45,17 @@ class ChoicesFormat:
 
     def events(self, part: ReceivedPart) -> Iterator[str]:
         index, chunk = part.index, part.chunk
+        if part.prompt_token_ids:  # the first choice of a prompt begins before the others
+            choices = range(index, index + self._terms.n)
+            self._unsent_prompts |= dict.fromkeys(choices, part.prompt_token_ids)
         if chunk is not None and not chunk.prompt_logprobs:
             self._tokens[index] += len(chunk.token_ids)
             self._prompts.setdefault(index // self._terms.n, chunk.next_position - self._tokens[index])
-        if chunk is not None and (chunk.text or chunk.logprobs or chunk.prompt_logprobs):
+        ids = chunk.token_ids if chunk is not None and self._terms.token_ids else None
+        if chunk is not None and (chunk.text or chunk.logprobs or chunk.prompt_logprobs or ids):
             text = chunk.text + self._prompt_texts[index].add(chunk.prompt_logprobs)
             entries = (chunk.prompt_logprobs or chunk.logprobs) if self._terms.alternatives is not None else None
-            streamed = StreamedText(index, text, entries, self._characters[index], part.reader)
+            streamed = StreamedText(index, text, entries, self._characters[index], part.reader, ids)
             for piece in self._form.parts(streamed):
                 yield self._event(piece)
             self._characters[index] += len(text)
@@ -74,7 +79,11 @@ class ChoicesFormat:
         usage: Json = {"usage": None} if self._terms.include_usage else {}
         if self._terms.continuous_usage:
             usage = {"usage": serialize.tokens(sum(self._prompts.values()), sum(self._tokens.values()))}
-        return event(serialize.envelope(self._form.piece, **self._head, choices=[choice], **usage))
+        prompt = self._unsent_prompts.pop(choice["index"], None)
+        ids: Json = {} if prompt is None else {"prompt_token_ids": prompt}
+        if self._form.prompt_in_choice:
+            choice, ids = choice | ids, {}
+        return event(serialize.envelope(self._form.piece, **self._head, choices=[choice], **usage, **ids))
 
     def _cost(self, generations: Sequence[Generation]) -> Json:
         return {"usage": serialize.cost(generations, self._terms.n), **serialize.speculation(generations)}

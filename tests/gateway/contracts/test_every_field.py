@@ -68,6 +68,8 @@ VALUES: dict[str, Any] = {  # one of each field that is served, besides those th
     "repeat_penalty": 1.2,
     "repetition_penalty": 1.2,
     "response_format": {"type": "json_object"},
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
     "seed": 3,
     "skip_special_tokens": False,
     "stop": ["zebra"],
