@@ -86,7 +86,7 @@ class Options(TypedDict, total=False):
     typical_epsilon: float  # of "typical-acceptance": 0.09
     typical_delta: float  # of "typical-acceptance": 0.3
     add_special_tokens: bool  # with a prompt of text: those that the tokenizer itself puts around it; True
-    truncate_prompt_tokens: int | None  # keep the last ones of the prompt's tokens alone, at most this many
+    truncate_prompt_tokens: int | None  # keep the prompt's last tokens, at most this many; -1: leave room to answer
     return_prompt_token_ids: bool  # Generation.prompt_token_ids has the prompt's tokens; False
     tokenizer_digest: bytes  # with a prompt of token ids: refuse the request if the model's tokenizer differs
     schema: Any  # the answer is JSON of this schema: a mapping, or a pydantic model's class
@@ -163,8 +163,10 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
 
 
 def _truncation(tokens: int | None) -> int:
+    if tokens == -1:
+        return FILLING
     if tokens is not None and not 1 <= tokens < FILLING:
-        raise InvalidRequest("truncate_prompt_tokens", f"is {tokens}, must be at least 1, and a number of tokens")
+        raise InvalidRequest("truncate_prompt_tokens", f"is {tokens}, must be at least 1 token, or -1")
     return tokens or 0
 
 

@@ -261,7 +261,8 @@ class GenerationForm(AnswerRequest):
     return_tokens_as_token_ids: bool = False  # tokens with log-probabilities are written `token_id:N`
     # of every token of the prompt, up to 20 and not streamed, as vLLM has them
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # the last ones alone, at most this many
+    # the last ones alone, at most this many; -1: as many as leave room for the answer
+    truncate_prompt_tokens: TokenLimit | None = None
     allowed_token_ids: Unserved = None
     bad_words: Unserved = only([])
     logits_processors: Unserved = only([])

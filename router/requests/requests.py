@@ -79,7 +79,8 @@ class GenerateParams:
     include_stop: bool = False  # the text has the stop string that ends it, or a stop id's text
     special_tokens: bool = False  # whether special tokens have text
     adds_special: bool = True  # a prompt of text gets the tokens that the tokenizer itself puts around it
-    truncated_to: int = 0  # the prompt keeps at most this many of its tokens, the last ones; 0: all
+    # The prompt keeps at most this many of its tokens, the last ones; 0: all; FILLING: as `longest_prompt` has it.
+    truncated_to: int = 0
     returns_prompt: bool = False  # Started has the prompt's tokens
     broke_off: bool = False  # the caller's earlier call of this request broke before any event
 
@@ -167,6 +168,12 @@ def parse(
         context=context,
         priority=_priority(request.priority),
     )
+
+
+def longest_prompt(contract: Contract, verifiers: Sequence[Worker]) -> int:
+    """Return the most tokens of a prompt that leave room for the response at one of these verifiers, 1 at least."""
+    answer = 1 if contract.max_tokens == FILLING else contract.max_tokens
+    return max(1, max(worker.context for worker in verifiers) - answer)
 
 
 def fill_context(tokens: Sequence[int], contract: Contract, verifiers: Sequence[Worker]) -> Contract:
@@ -277,9 +284,13 @@ def _prompt(
                 f"token_ids.tokenizer_digest: is {digest.hex()}, model {model.name!r} has {model.digest.hex()}; "
                 "tokenize with the model's own tokenizer or send text"
             )
+        ids = request.token_ids.ids
+        kept = min(request.truncate_prompt_tokens or len(ids), len(ids))
+        if context and request.truncate_prompt_tokens == FILLING:
+            kept = min(kept, context - 1)
         if context:
-            _check_length(len(request.token_ids.ids), context)  # before Python's numbers take ten times the memory
-        prompt: str | tuple[int, ...] = tuple(request.token_ids.ids)
+            _check_length(kept, context)  # before Python's numbers take ten times the memory
+        prompt: str | tuple[int, ...] = tuple(ids[len(ids) - kept :])
     else:
         prompt = request.text
     if not prompt:

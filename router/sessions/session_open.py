@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from outrider.core.session.contract import FILLING
 from outrider.errors import Busy, Conflict, InvalidRequest, Moved, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
 from outrider.rpc.backoff import Backoff
@@ -16,7 +17,14 @@ from outrider.store.redis.client import decoding
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn, claim_name
 from outrider.store.tenant_storage import generation_bytes
 from router.counters.usage_stats import UsageStats
-from router.requests.requests import Conversation, GenerateParams, check_fits, empty_prompt, fill_context
+from router.requests.requests import (
+    Conversation,
+    GenerateParams,
+    check_fits,
+    empty_prompt,
+    fill_context,
+    longest_prompt,
+)
 from router.scheduling.admission import SHUTTING_DOWN
 from router.scheduling.workers import WorkerPool, matching_verifiers
 from router.sessions.context import SessionStore
@@ -68,6 +76,9 @@ class GenerationOpener:
             holder = await self._store.sessions.claimed(params.tenant, params.idempotency_key, params.fingerprint)
             if holder and (first := await self._take_over_started(params, *_place(holder))):
                 return first
+        if params.truncated_to == FILLING:
+            serving = await matching_verifiers(self._worker_pool, params.model)
+            params = replace(params, truncated_to=longest_prompt(params.contract, serving))
         history = _held(await _history(self._store.sessions, params, session), holder)
         if isinstance(params.prompt, Conversation) and history.logged and not params.whole_history:
             raise InvalidRequest(

@@ -19,7 +19,7 @@ CONTEXT = 2048
 TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}
 {% endfor %}<tool_call>
 {% endif %}{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls %}<call>{{ call.id }} {{ call.function | tojson }}{% endfor %}{{ m.tool_call_id }}
-{% endfor %}{{ enable_thinking }}{{ reasoning_effort }}<assistant>"""  # noqa: E501 - a template's lines are its text
+{% endfor %}{{ enable_thinking }}{{ reasoning_effort }}{% if add_generation_prompt %}<assistant>{% endif %}"""  # noqa: E501 - a template's lines are its text
 CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "CET"}}\n</tool_call>'
 SAID = "<think>Hm, a zone.</think>I look.\n" + CALL
 

@@ -17,8 +17,8 @@ from outrider.client import AsyncClient
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import InvalidRequest
 from tests.gateway.conftest import GatewayHarness, gateway_harness
-from tests.router.fakes import FakeVerifier
-from tests.router.rig import FOLDER
+from tests.router.fakes import CONTEXT, FakeVerifier
+from tests.router.rig import FOLDER, MODEL
 
 NAMES = ("<|begin|>", "<|special|>", "<|end|>")
 PROMPT = "def f(x):\n    return x + 1\n"
@@ -102,6 +102,30 @@ async def test_a_session_is_not_truncated(special: tuple[GatewayHarness, Tokeniz
         made = await client.generate("x", max_tokens=2)
         with pytest.raises(InvalidRequest, match="truncate_prompt_tokens: does not go with a session"):
             await client.generate("y", session=made.session_id, truncate_prompt_tokens=3)
-        for wrong in (0, -1):
+        for wrong in (0, -2):
             with pytest.raises(InvalidRequest, match="truncate_prompt_tokens: is"):
                 await client.generate("y", truncate_prompt_tokens=wrong)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 5, 40])
+async def test_a_prompt_keeps_what_leaves_room_for_its_answer(harness: GatewayHarness, limit: int | None) -> None:
+    room = CONTEXT - (limit or 1)
+    ids = [5 + at for at in range(3 * CONTEXT)]
+    fields = {"truncate_prompt_tokens": -1}
+    for prompt in (ids, PROMPT * 9):
+        whole = ids if isinstance(prompt, list) else MODEL.tokenizer.encode(PROMPT * 9).ids
+        assert len(whole) > CONTEXT
+        body: dict[str, Any] = {"model": "target", "prompt": prompt, "max_tokens": limit or -1, "extra_body": fields}
+        answer = await harness.client.completions.create(**body)
+        assert list(harness.verifier.starts[-1].tokens) == whole[-room:]
+        assert (await harness.client.completions.create(**{**body, "max_tokens": 1})).usage is not None
+    short = await harness.client.completions.create(model="target", prompt=[5, 6], max_tokens=1, extra_body=fields)
+    assert short.usage is not None
+    assert (short.usage.prompt_tokens, answer.choices[0].finish_reason) == (2, "length")
+
+
+async def test_token_ids_are_truncated_before_their_number_is_judged(harness: GatewayHarness) -> None:
+    ids = [5 + at for at in range(3 * CONTEXT)]
+    fields = {"truncate_prompt_tokens": 7}
+    await harness.client.completions.create(model="target", prompt=ids, max_tokens=1, extra_body=fields)
+    assert list(harness.verifier.starts[-1].tokens) == ids[-7:]

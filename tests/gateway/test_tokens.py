@@ -57,12 +57,36 @@ async def test_messages_have_the_tokens_of_their_chat_and_long_ones_come_back_wh
     assert 400 < counted.json()["input_tokens"] < found["count"]
 
 
+async def test_messages_end_as_those_of_a_chat_do(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once"}]
+    async with (
+        writing(redis_url, tmp_path, ANSWER, monkeypatch) as harness,
+        httpx.AsyncClient(base_url=harness.url) as web,
+    ):
+        prompts = set()
+        for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+            asked = {"model": "target", "messages": messages, **fields}
+            found = (await web.post("/tokenize", json=asked)).json()
+            await web.post("/v1/chat/completions", json={**asked, "max_tokens": 1})
+            assert found["tokens"] == list(harness.verifier.starts[-1].tokens), fields
+            prompts.add(tuple(found["tokens"]))
+        both = {"add_generation_prompt": True, "continue_final_message": True}
+        refused = await web.post("/tokenize", json={"messages": messages, **both})
+    assert len(prompts) == 3
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "continue_final_message"
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "prompt: give prompt or messages"),
     ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt: give prompt or messages"),
     ("/tokenize", {"prompt": "x", "tools": []}, ""),
     ("/tokenize", {"prompt": "x", "model": "other"}, "model 'other' is not served here"),
     ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
+    ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt: is for messages"),
+    ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message: is for messages"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "has no chat template"),
     ("/tokenize", {"prompt": "x " * 5000}, "prompt: has over"),
     ("/detokenize", {}, "tokens"),

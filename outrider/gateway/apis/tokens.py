@@ -31,8 +31,8 @@ class TokenizeBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # of a prompt: true, if left out
     return_token_strs: bool = False
-    add_generation_prompt: Unserved = only(True)
-    continue_final_message: Unserved = only(False)
+    add_generation_prompt: bool | None = None  # of messages, as of a chat
+    continue_final_message: bool | None = None  # of messages, as of a chat
     chat_template: Unserved = None
     mm_processor_kwargs: Unserved = only({})
     cache_salt: NoEffect = None
@@ -56,6 +56,10 @@ class TokenizeBody(RequestBody):
             options["tools"] = [tool.model_dump() for tool in self.tools]
         if self.chat_template_kwargs:
             options["template_variables"] = self.chat_template_kwargs
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message is not None:
+            options["continue_final_message"] = self.continue_final_message
         return options
 
 
