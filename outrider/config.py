@@ -256,6 +256,7 @@ class GatewayConfig(ServerConfig):
     timeout_s: float = Field(default=600.0, gt=0)  # time that one request may take
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     keep_alive_s: float = Field(default=15.0, gt=0)  # seconds between signs of life of a stream that waits
+    serve_metrics: bool = False  # `listen` has the page for Prometheus, too, at /metrics, for accepted keys
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call it from a browser; "*": all
     drain_s: float = Field(default=30.0, ge=0)  # time that answers have to end after a signal
 

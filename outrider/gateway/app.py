@@ -41,6 +41,7 @@ from outrider.gateway.traces import linked
 from outrider.gateway.transport.request_ids import ANTHROPIC_ID, REQUEST_ID, numbered
 from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.supervision import keep_running
+from outrider.telemetry.pages import Page
 
 READING = ["GET", "HEAD"]
 
@@ -48,8 +49,13 @@ BodyT = TypeVar("BodyT", bound=AnswerRequest)
 MakeFormat = Callable[[BodyT, ResponseTerms, AsyncClient], AnswerFormat]
 
 
-def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: CertificateExpiry | None = None) -> FastAPI:
-    """Return the application; `expiry`: of the certificate that it is served with.
+def make_app(
+    config: GatewayConfig,
+    metrics: GatewayMetrics,
+    expiry: CertificateExpiry | None = None,
+    page: Page | None = None,
+) -> FastAPI:
+    """Return the application; `expiry`: of the certificate that it is served with; `page`: of its metrics, None: none.
 
     Raises ConfigError for settings with which no caller could use the router.
     """
@@ -182,6 +188,13 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     ) -> PlainTextResponse:
         await clients.client(request).unload_adapter(parsed.lora_name, timeout=config.timeout_s)
         return PlainTextResponse(f"Success: adapter '{parsed.lora_name}' is unloaded.")
+
+    if page is not None:
+
+        @app.api_route("/metrics", methods=READING)
+        async def figures() -> Response:
+            kind, content = await asyncio.to_thread(page)
+            return Response(content, media_type=kind)
 
     @app.api_route("/version", methods=READING)
     async def version() -> Json:

@@ -23,6 +23,7 @@ PATHS = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/version",
+    "/metrics",
     "/health",
 )
 GONE = "499"  # nginx's status for a client that disconnects before the answer

@@ -23,16 +23,18 @@ from outrider.gateway.transport.connections import BoundedConnection
 from outrider.gateway.transport.https import NO_PASSWORD, PresentCertificate
 from outrider.gateway.transport.tls_connections import TlsConnections
 from outrider.rpc.certificate_expiry import CertificateExpiry
+from outrider.telemetry.pages import Page
 
 POLL_S = 0.2  # between two checks of the open connections during shutdown
 
 
-async def serve(config: GatewayConfig, *, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled; then running answers get `drain_s` to end. `announce` receives the bound address.
+async def serve(config: GatewayConfig, *, announce: Callable[[str], None], page: Page | None = None) -> None:
+    """Serve until cancelled; then running answers get `drain_s` to end. `announce` receives the bound address; `page`:
+    as of `make_app`.
 
     Raises ConfigError for an address, a certificate or router settings that cannot be used.
     """
-    running = server(config)
+    running = server(config, page)
     with bound(config.listen) as listening:
         serving = asyncio.create_task(running.serve([listening]))
         host, port = listening.getsockname()[:2]
@@ -89,13 +91,14 @@ class GatewayServer(uvicorn.Server):
         yield
 
 
-def server(config: GatewayConfig) -> GatewayServer:
-    """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
+def server(config: GatewayConfig, page: Page | None = None) -> GatewayServer:
+    """Return a server of the application; its caller provides the sockets; `page`: as of `make_app`. Raises
+    ConfigError."""
     present: PresentCertificate | None = None
     secured: TlsConnections | None = None
     expiry = None if config.cert is None else CertificateExpiry(lambda: b"" if present is None else present.pem)
     metrics = GatewayMetrics() if expiry is None else GatewayMetrics(expiry.at)
-    app = make_app(config, metrics, expiry)
+    app = make_app(config, metrics, expiry, page)
     settings = uvicorn.Config(
         app if config.trust_traces else OwnTraces(app),
         lifespan="on",

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from outrider.errors import ConfigError
@@ -46,6 +46,11 @@ Page = Callable[..., PageContent]
 def json_page(figures: Callable[[], object]) -> Page:
     """Return a page that shows figures as JSON."""
     return lambda: PageContent("application/json", json.dumps(figures()).encode())
+
+
+def metrics_page(registry: CollectorRegistry) -> Page:
+    """Return Prometheus' page of a registry."""
+    return lambda: PageContent(CONTENT_TYPE_LATEST, generate_latest(registry))
 
 
 @contextmanager

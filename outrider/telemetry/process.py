@@ -44,10 +44,15 @@ def _version() -> str:
 
 @contextmanager
 def exporting_telemetry(
-    role: str, instance: str, listen: str | None = None, pages: Mapping[str, Page] | None = None
+    role: str,
+    instance: str,
+    listen: str | None = None,
+    pages: Mapping[str, Page] | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> Iterator[str]:
     """Export the process's telemetry while the body runs. `listen`: "host:port" for Prometheus' page, /metrics, and the
-    further `pages`, by their paths. Yield the bound address; empty without `listen`.
+    further `pages`, by their paths; `registry`: of a page that the process serves elsewhere. Yield the bound address;
+    empty without `listen`.
 
     What was recorded is sent before the end, as far as the collector accepts it. Raises ConfigError for an address that
     cannot be bound.
@@ -58,7 +63,7 @@ def exporting_telemetry(
         "service.instance.id": instance,
     }
     resource = Resource.create({key: value for key, value in named.items() if key not in _environment_attributes()})
-    registry = CollectorRegistry()
+    collected = CollectorRegistry() if registry is None else registry
     with ExitStack() as stack:
         readers: list[MetricReader] = []
         shutdowns: list[Callable[[], None]] = []
@@ -74,13 +79,13 @@ def exporting_telemetry(
             from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
             readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
-        if listen is not None:
-            readers.append(PrometheusMetricReader(registry=registry))
+        if listen is not None or registry is not None:
+            readers.append(PrometheusMetricReader(registry=collected))
         if readers:
             meters = MeterProvider(readers, resource, shutdown_on_exit=False)
             metrics.set_meter_provider(meters)
             shutdowns.append(meters.shutdown)
-        address = "" if listen is None else stack.enter_context(serving(listen, registry, pages or {}))
+        address = "" if listen is None else stack.enter_context(serving(listen, collected, pages or {}))
         if address:
             log.info("%s: metrics at http://%s/metrics", role, address)
         yield address

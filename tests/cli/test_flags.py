@@ -169,6 +169,7 @@ SECTIONS["gateway"] = GatewayConfig(
     max_request_bytes=88,
     max_total_bytes=99,
     metrics="127.0.0.1:9",
+    serve_metrics=True,
     max_requests=3,
     max_connections=4,
     trust_traces=True,

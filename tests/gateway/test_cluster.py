@@ -39,6 +39,7 @@ auth = "keys"
 listen = "127.0.0.1:0"
 timeout_s = 5.0
 metrics = "127.0.0.1:0"
+serve_metrics = true
 [[verifier]]
 model = "{FOLDER}"
 slots = 4
@@ -101,6 +102,23 @@ async def test_the_gateways_metrics_have_their_own_port(client: openai.AsyncOpen
             assert f"\n# TYPE {metric.exposed} " in shown
     assert re.search(r'outrider_gateway_requests_total\{.*path="/v1/completions",status="200"\} \d', shown)
     assert "\n# TYPE http_" not in shown
+
+
+async def test_metrics_at_the_gateways_own_port_are_for_accepted_keys(
+    cluster: LocalCluster, client: openai.AsyncOpenAI
+) -> None:
+    await client.models.list()
+    path = _url(cluster).replace("/v1", "/metrics")
+    trusted = ssl.create_default_context(cafile=str(_ca(cluster)))
+    async with httpx.AsyncClient(verify=trusted) as web:
+        shown = await web.get(path, headers={"authorization": f"Bearer {client.api_key}"})
+        head = await web.head(path, headers={"x-api-key": client.api_key})
+        strangers = [await web.get(path, headers=headers) for headers in ({}, {"x-api-key": "another"})]
+    assert (shown.status_code, head.status_code, head.content) == (200, 200, b"")
+    assert shown.headers["content-type"].startswith("text/plain; version=")
+    assert re.search(r'outrider_gateway_requests_total\{.*path="/v1/models",status="200"\} \d', shown.text)
+    assert [answer.status_code for answer in strangers] == [401, 401]
+    assert all("outrider_gateway" not in answer.text for answer in strangers)
 
 
 async def test_a_signal_lets_answers_end(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:

@@ -35,6 +35,12 @@ async def test_paths_that_are_read_have_a_head(harness: GatewayHarness) -> None:
         assert (await web.get("/version")).json()["version"]
 
 
+async def test_there_are_no_metrics_at_the_gateways_port_unless_it_is_configured(harness: GatewayHarness) -> None:
+    async with httpx.AsyncClient(base_url=harness.url) as web:
+        for path in ("/metrics", "/metrics/", "/metrics/vllm", "/alive"):
+            assert (await web.get(path)).status_code == 404, path
+
+
 @pytest.mark.parametrize(
     ("allowed", "origin", "taken"), [((PAGE,), PAGE, True), ((PAGE,), OTHER, False), ((), PAGE, False)]
 )

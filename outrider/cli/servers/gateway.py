@@ -25,9 +25,12 @@ def gateway(context: typer.Context) -> None:
     """
     config: GatewayConfig = section(context)
     die_with_parent()
+    from prometheus_client import CollectorRegistry
+
     from outrider.gateway.server import serve
     from outrider.telemetry import logs
     from outrider.telemetry.loop_probe import LoopProbe
+    from outrider.telemetry.pages import metrics_page
     from outrider.telemetry.process import exporting_telemetry
 
     probe = LoopProbe()
@@ -41,5 +44,7 @@ def gateway(context: typer.Context) -> None:
     with reported():
         logs.log_to_stderr(config.log_format)
         pages = {"/alive": probe.page}
-        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics, pages):
-            run_until_signal(serve(config, announce=announce), fast_event_loop)
+        registry = CollectorRegistry() if config.serve_metrics else None
+        page = None if registry is None else metrics_page(registry)
+        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics, pages, registry):
+            run_until_signal(serve(config, announce=announce, page=page), fast_event_loop)
