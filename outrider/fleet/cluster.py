@@ -19,6 +19,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section,
 from outrider.errors import CheckpointError, ConfigError
 from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
+from outrider.rpc.server import check_bindable
 from outrider.rpc.tls import ROUTER
 from outrider.store.api_keys import Keys
 from outrider.store.compatibility import incompatible_drafters
@@ -243,11 +244,23 @@ class Cluster(ABC, Generic[ServerT]):
 class LocalCluster(Cluster[Process]):
     """A cluster whose servers are child processes. They end with this process, even when it is killed (Linux)."""
 
+    async def __aenter__(self) -> Self:
+        for name, process in self.processes.items():  # before any of them starts
+            _check_addresses("router" if process.role == "router" else name.replace("-", "."), process.section)
+        return await super().__aenter__()
+
     def _server(self, role: Role, name: str, section: Section) -> Process:
         return Process(role, name, section, self._forward)
 
     def _own_redis(self, stack: AsyncExitStack) -> EmbeddedRedis:
         return stack.enter_context(EmbeddedRedis(self._config.redis.data))
+
+
+def _check_addresses(path: str, section: Section) -> None:
+    """Raise ConfigError for an address of a server that another program has taken; `path`: of its section."""
+    for key in ("listen", "metrics", "health"):
+        if (address := getattr(section, key, None)) is not None:
+            check_bindable(f"{path}.{key}", address, share_port=getattr(section, "share_port", False))
 
 
 def _check_names(config: ClusterConfig) -> None:

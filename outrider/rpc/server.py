@@ -146,7 +146,7 @@ async def plaintext_health(listen: str | None, health_servicer: Health) -> Async
         return
     server = _server(_PROBES, _OF_ANYBODY)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    _bind(server, listen, None)
+    _bind(server, listen, None, key="health")
     await server.start()
     try:
         yield
@@ -223,23 +223,32 @@ def _credentials(served: ServedTls, mutual: bool) -> grpc.ServerCredentials:
 
 
 def _bind(
-    server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None, *, share_port: bool = False
+    server: grpc.aio.Server,
+    listen: str,
+    credentials: grpc.ServerCredentials | None,
+    *,
+    share_port: bool = False,
+    key: str = "listen",
 ) -> str:
-    host, _, port = listen.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"listen: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
-    _check_bindable(listen, host.strip("[]"), int(port), share_port=share_port)
+    check_bindable(key, listen, share_port=share_port)
     try:
         bound = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError:
         bound = 0
     if not bound:
-        raise ConfigError(f"listen: cannot bind {listen}; choose an address of this machine and a free port")
-    return f"{host}:{bound}"
+        raise ConfigError(f"{key}: cannot bind {listen}; choose an address of this machine and a free port")
+    return f"{listen.rpartition(':')[0]}:{bound}"
 
 
-def _check_bindable(listen: str, host: str, port: int, *, share_port: bool) -> None:
-    """Bind the address with a plain socket, because gRPC logs its reasons instead of raising them."""
+def check_bindable(key: str, listen: str, *, share_port: bool = False) -> None:
+    """Raise ConfigError, which names the `key`, for an address that no server can listen at now.
+
+    It binds the address with a plain socket, because gRPC logs its reasons instead of raising them.
+    """
+    host, _, number = listen.rpartition(":")
+    if not number.isdigit() or (port := int(number)) > 65535:
+        raise ConfigError(f"{key}: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
+    host = host.strip("[]")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -251,6 +260,6 @@ def _check_bindable(listen: str, host: str, port: int, *, share_port: bool) -> N
                 trial.listen(1)  # with SO_REUSEADDR only this fails if another process listens
     except OSError as error:
         raise ConfigError(
-            f"listen: cannot bind {listen} ({error.strerror or error}); "
+            f"{key}: cannot bind {listen} ({error.strerror or error}); "
             "choose an address of this machine and a free port, or port 0 to take any free one"
         ) from None

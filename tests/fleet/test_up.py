@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ import pytest
 import outrider
 from outrider.cli.verification.compare import TOLERANCE, Verdict, verdict
 from outrider.config import ClusterConfig, load_cluster
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.cluster import Cluster, LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
 from outrider.fleet.supervisor import ClusterSupervisor
@@ -199,3 +200,39 @@ async def test_every_example_gives_equal_answers_with_and_without_speculation(
             answer = await client.generate("class Queue:\n    def ", **asked)
             assert plain.usage.verified == 0
             assert verdict(answer, plain, TOLERANCE["bfloat16"]) is not Verdict.BUG
+
+
+@pytest.mark.parametrize(
+    "key", ["router.listen", "router.metrics", "router.health", "gateway.listen", "verifier.0.listen"]
+)
+async def test_a_busy_port_is_told_before_any_server_starts(tmp_path: Path, key: str) -> None:
+    section, _, name = key.rpartition(".")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        values: dict[str, Any] = {
+            "router": {"listen": "127.0.0.1:0", "models": {"target": str(TARGET)}},
+            "verifier": [{"model": str(TARGET)}],
+            "gateway": {"listen": "127.0.0.1:0"},
+        }
+        (values["verifier"][0] if section == "verifier.0" else values[section])[name] = address
+        seen: list[object] = []
+        cluster = LocalCluster(ClusterConfig(**values), ready=seen.append)
+        with pytest.raises(ConfigError, match=rf"^{key}: cannot bind {address} \(Address already in use\); choose "):
+            await cluster.__aenter__()
+    assert (seen, cluster.redis_url) == ([], "")
+
+
+async def test_up_ends_with_one_sentence_where_the_gateways_port_is_busy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        (tmp_path / "cluster.toml").write_text(f'{FILE}[gateway]\nlisten = "{address}"\n')
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "outrider.cli", "up", str(tmp_path / "cluster.toml")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith(f"outrider: gateway.listen: cannot bind {address} (Address already in use); choose ")

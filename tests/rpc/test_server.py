@@ -116,9 +116,10 @@ async def test_port_zero_is_replaced_by_the_port_that_was_taken() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 async def test_a_busy_port_is_refused_with_the_address_and_a_remedy(host: str) -> None:
     async with serving(f"{host}:0", Slow().register, drain_s=0) as address:
-        with pytest.raises(ConfigError, match=rf"cannot bind {address} \(Address already in use\).*port 0"):
-            async with serving(address, Slow().register):
-                pass
+        for key, addresses in {"listen": (address, None), "health": ("127.0.0.1:0", address)}.items():
+            with pytest.raises(ConfigError, match=rf"^{key}: cannot bind {address} \(Address already in use\).*port 0"):
+                async with serving(addresses[0], Slow().register, probes=addresses[1]):
+                    pass
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:70000", "192.0.2.1:7070", "no-such-host.invalid:7070"])
