@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
@@ -104,10 +104,16 @@ def body(message: str, type_: str, param: str | None = None, code: str | None = 
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
+def _likeliest(errors: Sequence[Any]) -> Any:
+    """Return the first field's first error that is not about the value's type; if there is none, the first error."""
+    of_field = [it for it in errors if it["loc"][:1] == errors[0]["loc"][:1]]
+    return next((it for it in of_field if not it["type"].endswith("_type")), errors[0])
+
+
 def invalid(error: RequestValidationError) -> dict[str, Any]:
     """Return the JSON for a malformed request body: its first error, in OpenAI's words."""
     errors = error.errors()
-    entry = next((it for it in errors if it["type"] == schema.UNSUPPORTED), errors[0])
+    entry = next((it for it in errors if it["type"] == schema.UNSUPPORTED), _likeliest(errors))
     path = [str(part) for part in entry["loc"] if not ALTERNATIVE.fullmatch(str(part))]
     match entry["type"]:
         case "extra_forbidden":

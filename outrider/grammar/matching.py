@@ -100,7 +100,7 @@ class CompiledGrammar:
         self._vocabulary = vocabulary
         self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if self._matcher.is_error():
-            raise GrammarError(f"cannot be followed: {self._matcher.get_error()}")
+            raise GrammarError(f"cannot be followed: {_problem(self._matcher)}")
         if not any(self.begin().mask(())):
             raise GrammarError("cannot be followed: no token of the model begins such a text")
 
@@ -228,7 +228,13 @@ class GrammarWalk:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"cannot be followed: {self._matcher.get_error()}")
+            raise GrammarError(f"cannot be followed: {_problem(self._matcher)}")
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """Return the error of a matcher in words."""
+    text = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "it allows no text" if text == "NoExtensionBias" else text
 
 
 def _added_ids(text: str) -> dict[str, int]:

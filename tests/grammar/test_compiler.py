@@ -223,6 +223,7 @@ def test_a_text_ends_when_the_contract_bans_every_token_that_the_grammar_allows(
         (Grammar("json_schema", "{"), "cannot be"),
         (Grammar("json_schema", '{"$ref": "#/nope"}'), "does not exist"),
         (Grammar("json_schema", '{"allOf": [{"type": "integer"}, {"type": "string"}]}'), "Unsatisfiable"),
+        (Grammar("json_schema", '{"$ref": "#"}'), "cannot be followed: it allows no text$"),
         (Grammar("regex", "("), "cannot be followed"),
         (Grammar("choices", "[]"), "cannot be"),
         (Grammar("lark", "start: nothing"), "cannot be followed"),
