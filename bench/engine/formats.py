@@ -122,14 +122,14 @@ async def _passes(
 
     limit, multiplied = await measure(options.threads), multiplied_weights(read_config(path))
     found: dict[tuple[str, int], list[float]] = {}
-    rates: dict[int, list[float]] = {}
+    rates: list[float] = []
     order = list(both)
     command = (sys.executable, "-m", "bench.engine.roofline", str(options.threads), "again")
     async with worker("reading", *command, environment=os.environ) as reading:
         for number in range(max(ROUNDS, options.repetitions)):
             report(f"{both[0].dtype}: round {number + 1}")
+            rates.append(float(await reading.request("")))
             for rows in ROWS:
-                rates.setdefault(rows, []).append(float(await reading.request("")))
                 for source in order:
                     found.setdefault((source.engine, rows), []).append(await source.seconds(rows))
             order.reverse()
@@ -142,8 +142,7 @@ async def _passes(
             rows,
             tuple(found[source.engine, rows]),
             tuple(
-                pass_limit_s(replace(limit, read_gb_s=rate), source.weight_bytes, multiplied, rows)
-                for rate in rates[rows]
+                pass_limit_s(replace(limit, read_gb_s=rate), source.weight_bytes, multiplied, rows) for rate in rates
             ),
         )
         for source in both
