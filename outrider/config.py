@@ -105,7 +105,7 @@ class RouterConfig(GrpcConfig):
 
     listen: Address = "127.0.0.1:7070"  # for clients; port 0 takes a free one
     zone: str = ""  # zone of the router: verifiers of the same zone are near
-    models: dict[str, Path] = Field(min_length=1)  # checkpoints by model name; tokenizer.json is enough
+    models: dict[str, Path] = Field(min_length=1)  # checkpoints by model name; a tokenizer.json or GGUF file is enough
     policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # policy that chooses gamma
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
     width: int = Field(default=4, ge=1, le=64)  # maximum of children of one node
@@ -154,7 +154,7 @@ class RouterConfig(GrpcConfig):
 class WorkerConfig(GrpcConfig):
     """The keys of verifiers and drafters."""
 
-    model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
+    model: Path  # checkpoint: a folder, a .gguf file, or ORG/NAME[@REVISION][:FILE.gguf] on the hub
     name: str | None = None  # name of the model; None: the folder's name, or NAME
     listen: Address = "127.0.0.1:0"  # for routers and drafters; port 0 takes a free one
     zone: str = ""  # zone of the worker: servers of one zone are near one another
@@ -405,7 +405,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     """Read a cluster's TOML file. Raises ConfigError.
 
     Relative paths start from the file's folder. A checkpoint is on the hub where no such path exists and its name looks
-    like ORG/NAME.
+    like ORG/NAME, or ORG/NAME:FILE.gguf.
     """
     cluster: ClusterConfig = _absolute(path.resolve().parent, load_section(ClusterConfig, path))
     return cluster

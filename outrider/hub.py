@@ -22,6 +22,7 @@ CARD = "outrider.json"  # a speculator's model card; see outrider.engine.checkpo
 DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", CARD)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 
 GGUF = ".gguf"  # ending of files that hold a model with its configuration and tokenizer
 
@@ -79,6 +80,13 @@ def gguf_stem(path: Path) -> str:
     return parts.stem if parts else path.name[: -len(GGUF)]
 
 
+def tokenizer_folder(checkpoint: Path) -> Path:
+    """Return what holds a checkpoint's tokenizer and chat template: the checkpoint, or the folder of a GGUF file's name
+    beside it, if that has a tokenizer.json."""
+    folder = checkpoint.with_name(gguf_stem(checkpoint)) if is_gguf(checkpoint) else checkpoint
+    return folder if (folder / TOKENIZER).is_file() else checkpoint
+
+
 def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None:
     """Return the hub's repository that a checkpoint's name stands for; None where the name is a path.
 
@@ -112,7 +120,7 @@ def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
     if name.file:
         return _download_file(name, name.file)
     folder = _download(name, name.revision, (*DESCRIPTION, INDEX) if weights else DESCRIPTION)
-    needed = ["tokenizer.json"]
+    needed = [TOKENIZER]
     if weights:
         files = _weight_files(folder)
         _download(name, folder.name, files)  # of the same commit as the description

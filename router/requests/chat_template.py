@@ -21,7 +21,7 @@ from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.tokenizer import gguf_chat_template
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
-from outrider.hub import is_gguf
+from outrider.hub import is_gguf, tokenizer_folder
 from outrider.limits.fair_turns import FairTurns
 from router.requests.control_tokens import ControlTokens, new_divider
 
@@ -219,7 +219,8 @@ def read_chat_template(
 
     Raises CheckpointError naming the file.
     """
-    path, source, variables = _gguf_source(folder) if is_gguf(folder) else _folder_source(folder)
+    place = tokenizer_folder(folder)
+    path, source, variables = _gguf_source(place) if is_gguf(place) else _folder_source(place)
     if source is None:
         return None
     template = ChatTemplate(path, source, variables, seconds, tool_format, added)

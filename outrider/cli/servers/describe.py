@@ -50,7 +50,10 @@ class _Model(Protocol):
 
 def describe(
     target: Annotated[
-        str, typer.Argument(help="A checkpoint folder, ORG/NAME[@REVISION] on the hub, or HOST:PORT of a server.")
+        str,
+        typer.Argument(
+            help="A checkpoint (folder, .gguf file, or ORG/NAME[@REVISION][:FILE] on the hub) or HOST:PORT of a server."
+        ),
     ],
     backend: Annotated[Backend, typer.Option(help="Backend for a checkpoint.")] = "auto",
     dtype: Annotated[

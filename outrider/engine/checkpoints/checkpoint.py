@@ -33,11 +33,10 @@ from outrider.engine.checkpoints.model_config import Outline as Outline
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
-from outrider.hub import checkpoint_folder, is_gguf
+from outrider.hub import TOKENIZER, checkpoint_folder, is_gguf, tokenizer_folder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
 # Files that checkpoints have beside weights and configuration.
 BESIDE = (
     "generation_config.json",
@@ -72,16 +71,16 @@ def parse_json(file: ReadFile) -> dict[str, Any]:
 
 def read_tokenizer_digest(checkpoint: Path) -> bytes:
     """Return the digest of a checkpoint's tokenizer. Raises CheckpointError."""
-    if is_gguf(checkpoint):
-        return gguf_tokenizer_digest(GgufFile(checkpoint))
-    return parsed_tokenizer_digest(read_json(checkpoint / TOKENIZER))
+    if is_gguf(place := tokenizer_folder(checkpoint)):
+        return gguf_tokenizer_digest(GgufFile(place))
+    return parsed_tokenizer_digest(read_json(place / TOKENIZER))
 
 
 def read_tokenizer_digests(checkpoint: Path) -> tuple[bytes, ...]:
     """Return all digests by which a checkpoint's tokenizer has been known, today's first. Raises CheckpointError."""
-    if is_gguf(checkpoint):
-        return (read_tokenizer_digest(checkpoint),)
-    parsed = read_json(checkpoint / TOKENIZER)
+    if is_gguf(place := tokenizer_folder(checkpoint)):
+        return (read_tokenizer_digest(place),)
+    parsed = read_json(place / TOKENIZER)
     return parsed_tokenizer_digest(parsed), former_tokenizer_digest(parsed)
 
 
@@ -92,7 +91,7 @@ def tokenizer_difference(first: Path, second: Path) -> str:
     """
     ours, theirs = (
         gguf_pieces(GgufFile(path)) if is_gguf(path) else tokenizer_pieces(read_json(path / TOKENIZER))
-        for path in (first, second)
+        for path in map(tokenizer_folder, (first, second))
     )
     return "" if ours is None or theirs is None else pieces_difference(ours, theirs)
 
@@ -256,7 +255,7 @@ class Weights(StoredTensors):
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
-    path = checkpoint_folder(checkpoint, weights=False)
+    path = tokenizer_folder(checkpoint_folder(checkpoint, weights=False))
     try:
         if is_gguf(path):
             file = GgufFile(path)
@@ -272,4 +271,5 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
 
 def tokenizer_source(checkpoint: Path) -> Path | Callable[[], bytes]:
     """Return the folder that has a checkpoint's tokenizer.json, or what makes its content of a GGUF file."""
-    return (lambda: gguf_tokenizer_json(GgufFile(checkpoint))) if is_gguf(checkpoint) else checkpoint
+    place = tokenizer_folder(checkpoint)
+    return (lambda: gguf_tokenizer_json(GgufFile(place))) if is_gguf(place) else place

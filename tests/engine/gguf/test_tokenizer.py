@@ -24,6 +24,7 @@ from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.pre_tokenizers import PRE_TOKENIZERS
 from outrider.engine.checkpoints.gguf.tokenizer import gguf_chat_template, gguf_tokenizer_json
 from outrider.errors import CheckpointError
+from router.requests.chat_template import read_chat_template
 from tests.engine.gguf.nasty_texts import TEXTS, greedy_vocabulary
 from tests.engine.gguf.small_files import CONTROL, NORMAL, USER_DEFINED, Typed, text, write
 
@@ -120,19 +121,22 @@ def test_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"pre": "jais-2"}, "tokenizer.ggml.pre is 'jais-2', must be one of llama-bpe, .*; take the model as a folder"),
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert', must be gpt2 or llama; take the model as a folder"),
+        (
+            {"pre": "jais-2"},
+            "tokenizer.ggml.pre is 'jais-2', must be one of llama-bpe, .*; put the model's own",
+        ),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert', must be gpt2 or llama; put the model's own"),
         ({"model": None}, "metadata lack tokenizer.ggml.model"),
         ({"merges": None}, "metadata lack tokenizer.ggml.merges, which must be an array of texts"),
         ({"merges": texts(["a b", "abc"])}, "merge 1 is not of two tokens; convert the model anew"),
         ({"merges": texts(["a zz"])}, "a.gguf: is not a tokenizer"),
         ({"token_type": array(5, "i", [1, 1])}, "token_type is an array of 2, must be an array of 132 numbers"),
         ({"token_type": texts(["x"] * 132)}, "token_type is an array of 132, must be an array of 132 numbers"),
-        ({"tokens": [*SMALL, "ab"]}, "tokens 130 and 132 are one text; take the model as a folder"),
+        ({"tokens": [*SMALL, "ab"]}, "tokens 130 and 132 are one text; put the model's own tokenizer.json into"),
         ({"add_bos_token": True, "bos_token_id": None}, "lack tokenizer.ggml.bos_token_id, which must be a token's"),
         ({"add_bos_token": True, "bos_token_id": 999}, "bos_token_id is 999, must be the id of a token"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token is 1, must be true or false"),
-        ({"tokens": []}, "has no tokenizer; take a file that has one"),
+        ({"tokens": []}, "has no tokenizer; put the model's own tokenizer.json into a folder a beside the file"),
     ],
 )
 def test_tokenizers_that_are_refused(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
@@ -185,6 +189,24 @@ def test_the_digest_is_that_of_the_folder(tmp_path: Path) -> None:
     fewer = write(tmp_path / "c.gguf", small(tokens=SMALL[:130], types={}))
     assert tokenizer_difference(fewer, file) == "id 130 is 'ab' in the second alone"
     assert tokenizer_difference(file, fewer) == "id 130 is 'ab' in the first alone"
+
+
+def test_a_folder_beside_the_file_has_its_tokenizer(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.Q8_0.gguf", small(pre="jais-2") | {"tokenizer.chat_template": "{{ 1 }}"})
+    folder = tmp_path / "a.Q8_0"
+    folder.mkdir()
+    made(tmp_path / "b.gguf", small()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ 2 }}"}')
+    assert read_tokenizer(file)[0].encode("ab").tokens == ["ab"]
+    assert read_tokenizer_digest(file) == read_tokenizer_digest(folder)
+    assert tokenizer_difference(file, folder) == ""
+    assert tokenizer_source(file) == folder
+    template = read_chat_template(file)
+    assert template is not None
+    template.close()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"put the model's own tokenizer\.json into a folder a\.Q8_0 beside the"):
+        read_tokenizer(file)
 
 
 def test_spaces_are_written_in_two_ways() -> None:

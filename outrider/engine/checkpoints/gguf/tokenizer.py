@@ -13,6 +13,7 @@ from outrider.engine.checkpoints.gguf.config import CONTROL, NO_TOKEN, USER_DEFI
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.pre_tokenizers import PRE_TOKENIZERS
 from outrider.errors import CheckpointError
+from outrider.hub import gguf_stem
 
 _UNKNOWN, _UNUSED = 2, 5  # types of tokens
 _SPACE = "▁"  # what SentencePiece writes for a space
@@ -47,16 +48,13 @@ def gguf_chat_template(file: GgufFile) -> tuple[str | None, dict[str, str]]:
 def _tokenizer(file: GgufFile) -> Json:
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise file.wrong(
-            "tokenizer.ggml.model", "gpt2 or llama; take the model as a folder that has a tokenizer.json, or another"
-        )
+        raise file.wrong("tokenizer.ggml.model", f"gpt2 or llama; {_advice(file)}")
     pieces = gguf_pieces(file)
     vocabulary = {piece: id_ for id_, piece in pieces.items()}
     if len(vocabulary) < len(pieces):
         twice = next(id_ for id_, piece in pieces.items() if vocabulary[piece] != id_)
         raise CheckpointError(
-            f"{file.path}: tokens {twice} and {vocabulary[pieces[twice]]} are one text; take the model as a folder "
-            "that has a tokenizer.json"
+            f"{file.path}: tokens {twice} and {vocabulary[pieces[twice]]} are one text; {_advice(file)}"
         )
     special = (CONTROL, _UNKNOWN) if kind == "llama" else (CONTROL,)
     kinds = _kinds(file, len(token_names(file)))
@@ -83,7 +81,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> Json:
     if (pre := PRE_TOKENIZERS.get(name)) is None:
         raise file.wrong(
             "tokenizer.ggml.pre",
-            f"one of {', '.join(PRE_TOKENIZERS)}; take the model as a folder that has a tokenizer.json",
+            f"one of {', '.join(PRE_TOKENIZERS)}; {_advice(file)}",
         )
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
@@ -174,12 +172,14 @@ def gguf_pieces(file: GgufFile) -> dict[int, str]:
     """Return the tokens by id, without those that a converter puts behind them for the embedding's sake."""
     tokens = token_names(file)
     if not tokens:
-        raise CheckpointError(
-            f"{file.path}: has no tokenizer; take a file that has one, or the model as a folder with a tokenizer.json"
-        )
+        raise CheckpointError(f"{file.path}: has no tokenizer; {_advice(file)}")
     kinds = _kinds(file, len(tokens))
     padding = {id_ for id_ in np.flatnonzero(kinds == _UNUSED).tolist() if tokens[id_] == f"[PAD{id_}]"}
     return {id_: token for id_, token in enumerate(tokens) if id_ not in padding}
+
+
+def _advice(file: GgufFile) -> str:
+    return f"put the model's own tokenizer.json into a folder {gguf_stem(file.path)} beside the file"
 
 
 def _kinds(file: GgufFile, count: int) -> Any:
