@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 MASK = 2**64 - 1
@@ -50,49 +51,58 @@ class Prefix(NamedTuple):
 NOTHING = Prefix(0, EMPTY)
 
 
+class TokenizerContent(NamedTuple):
+    """What identifies a tokenizer: what its ids stand for, and what makes ids of a text."""
+
+    pieces: Mapping[int, str]  # tokens by id
+    merges: Sequence[str]  # two tokens with a space between them, first ones first; none where pieces have scores
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes. SentencePiece's mark is a space in them, which some formats write instead."""
+        ids = sorted(self.pieces)
+        content = [ids, [self.pieces[id_] for id_ in ids], self.merges]
+        written = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("\u2581", " ")
+        return hashlib.sha256(written.encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]
+
+    def difference(self, other: TokenizerContent) -> str:
+        """Return what differs from another tokenizer, for people; "": nothing does."""
+        for id_ in sorted(self.pieces.keys() | other.pieces.keys()):
+            ours, theirs = self.pieces.get(id_), other.pieces.get(id_)
+            if ours is None or theirs is None:
+                return f"id {id_} is {ours or theirs!r:.60} in {'the second' if ours is None else 'the first'} alone"
+            if ours.replace("\u2581", " ") != theirs.replace("\u2581", " "):
+                return f"id {id_} is {ours!r:.60} and {theirs!r:.60}"
+        pairs = zip_longest(self.merges, other.merges)
+        found = next(((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        return "" if found is None else "merge {} is {!r:.60} and {!r:.60}".format(*found)
+
+
 def tokenizer_digest(tokenizer_json: bytes) -> bytes:
-    """Return 16 bytes that identify the vocabulary of a tokenizer.json: see `parsed_tokenizer_digest`."""
+    """Return 16 bytes that identify the tokenizer of a tokenizer.json: see `parsed_tokenizer_digest`."""
     return parsed_tokenizer_digest(json.loads(tokenizer_json))
 
 
 def parsed_tokenizer_digest(tokenizer: object) -> bytes:
-    """Return 16 bytes that identify the vocabulary of a parsed tokenizer.json: see `pieces_digest`. Without one, they
-    are of the JSON itself."""
-    pieces = tokenizer_pieces(tokenizer)
-    return former_tokenizer_digest(tokenizer) if pieces is None else pieces_digest(pieces)
+    """Return 16 bytes that identify the tokenizer of a parsed tokenizer.json: those of its content. Without a
+    vocabulary they are of the JSON itself."""
+    content = tokenizer_content(tokenizer)
+    return former_tokenizer_digest(tokenizer) if content is None else content.digest
 
 
 def former_tokenizer_digest(tokenizer: object) -> bytes:
-    """Return what identified a tokenizer before its vocabulary did: 16 bytes of its JSON, regardless of spacing and key
+    """Return what identified a tokenizer before its content did: 16 bytes of its JSON, regardless of spacing and key
     order. The cards of speculators that were trained then have it."""
     canonical = json.dumps(tokenizer, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()[:_DIGEST_BYTES]
 
 
-def pieces_digest(pieces: Mapping[int, str]) -> bytes:
-    """Return 16 bytes that identify a vocabulary: the tokens by their ids. SentencePiece's mark is a space in them,
-    which some formats write instead."""
-    ids = sorted(pieces)
-    vocabulary = json.dumps([ids, [pieces[id_] for id_ in ids]], ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(vocabulary.replace("\u2581", " ").encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]
-
-
-def pieces_difference(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str:
-    """Return what differs between two vocabularies, for people: the first id that is not one token in both."""
-    for id_ in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(id_), theirs.get(id_)
-        if one is None or other is None:
-            return f"id {id_} is {one or other!r:.60} in {'the second' if one is None else 'the first'} alone"
-        if one.replace("\u2581", " ") != other.replace("\u2581", " "):
-            return f"id {id_} is {one!r:.60} and {other!r:.60}"
-    return ""
-
-
-def tokenizer_pieces(tokenizer: object) -> dict[int, str] | None:
-    """Return the tokens of a tokenizer by their ids, from the content of its tokenizer.json; None if it has none."""
+def tokenizer_content(tokenizer: object) -> TokenizerContent | None:
+    """Return what identifies a tokenizer, from the content of its tokenizer.json; None if that has no vocabulary."""
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
+    if not isinstance(tokenizer, dict) or not isinstance(model, dict):
+        return None
+    vocabulary, merges = model.get("vocab"), () if model.get("byte_fallback") else model.get("merges") or ()
     try:
         if isinstance(vocabulary, list):  # with scores, in the order of ids
             pieces = {id_: str(entry[0]) for id_, entry in enumerate(vocabulary)}
@@ -100,6 +110,7 @@ def tokenizer_pieces(tokenizer: object) -> dict[int, str] | None:
             pieces = {int(id_): piece for piece, id_ in vocabulary.items()}
         else:
             return None
-        return pieces | {int(token["id"]): str(token["content"]) for token in added or ()}
+        pieces |= {int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()}
+        return TokenizerContent(pieces, [it if isinstance(it, str) else " ".join(it) for it in merges])
     except (TypeError, ValueError, KeyError, IndexError):
         return None

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 from outrider.core.session.digest import (
     former_tokenizer_digest,
     parsed_tokenizer_digest,
-    pieces_difference,
+    tokenizer_content,
     tokenizer_digest,
-    tokenizer_pieces,
 )
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
@@ -23,8 +22,7 @@ from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.tensors import gguf_tensors
 from outrider.engine.checkpoints.gguf.tokenizer import (
     gguf_chat_template,
-    gguf_pieces,
-    gguf_tokenizer_digest,
+    gguf_tokenizer_content,
     gguf_tokenizer_json,
 )
 from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
@@ -72,7 +70,7 @@ def parse_json(file: ReadFile) -> dict[str, Any]:
 def read_tokenizer_digest(checkpoint: Path) -> bytes:
     """Return the digest of a checkpoint's tokenizer. Raises CheckpointError."""
     if is_gguf(place := tokenizer_folder(checkpoint)):
-        return gguf_tokenizer_digest(GgufFile(place))
+        return gguf_tokenizer_content(GgufFile(place)).digest
     return parsed_tokenizer_digest(read_json(place / TOKENIZER))
 
 
@@ -85,15 +83,15 @@ def read_tokenizer_digests(checkpoint: Path) -> tuple[bytes, ...]:
 
 
 def tokenizer_difference(first: Path, second: Path) -> str:
-    """Return what differs between the vocabularies of two checkpoints, for people; "": nothing, or one has none.
+    """Return what differs between the tokenizers of two checkpoints, for people; "": nothing, or one has no vocabulary.
 
     Raises CheckpointError.
     """
     ours, theirs = (
-        gguf_pieces(GgufFile(path)) if is_gguf(path) else tokenizer_pieces(read_json(path / TOKENIZER))
+        gguf_tokenizer_content(GgufFile(path)) if is_gguf(path) else tokenizer_content(read_json(path / TOKENIZER))
         for path in map(tokenizer_folder, (first, second))
     )
-    return "" if ours is None or theirs is None else pieces_difference(ours, theirs)
+    return "" if ours is None or theirs is None else ours.difference(theirs)
 
 
 def read_tokenizer_size(checkpoint: Path) -> int:
@@ -259,7 +257,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     try:
         if is_gguf(path):
             file = GgufFile(path)
-            return Tokenizer.from_buffer(gguf_tokenizer_json(file)), gguf_tokenizer_digest(file)
+            return Tokenizer.from_buffer(gguf_tokenizer_json(file)), gguf_tokenizer_content(file).digest
         path /= TOKENIZER
         content = read_file(path, MOST_JSON).content.tobytes()
         return Tokenizer.from_buffer(content), tokenizer_digest(content)

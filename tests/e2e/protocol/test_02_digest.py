@@ -46,7 +46,8 @@ async def test_a_tokenizers_digest_does_not_depend_on_its_json_layout(verifier: 
     tokens = {id_: token for token, id_ in parsed["model"]["vocab"].items()}
     tokens |= {token["id"]: token["content"] for token in parsed["added_tokens"]}
     by_id = dict(sorted(tokens.items()))
-    canonical = json.dumps([[*by_id], [*by_id.values()]], ensure_ascii=False, separators=(",", ":"))
+    merges = [" ".join(pair) for pair in parsed["model"]["merges"]]
+    canonical = json.dumps([[*by_id], [*by_id.values()], merges], ensure_ascii=False, separators=(",", ":"))
     digest = hashlib.sha256(canonical.replace("\u2581", " ").encode()).digest()[:16]
     assert (await described(verifier)).tokenizer_digest == digest
     other = dict(reversed(parsed.items()))

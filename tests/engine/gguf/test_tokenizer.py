@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.core.session.digest import pieces_difference, tokenizer_digest
+from outrider.core.session.digest import TokenizerContent, tokenizer_digest
 from outrider.engine.checkpoints.checkpoint import (
     read_tokenizer,
     read_tokenizer_digest,
@@ -186,6 +186,9 @@ def test_the_digest_is_that_of_the_folder(tmp_path: Path) -> None:
     other = write(tmp_path / "b.gguf", small(tokens=[*SMALL[:130], "ba", "[PAD131]"]))
     assert read_tokenizer_digest(other) != digest
     assert tokenizer_difference(folder, other) == "id 130 is 'ab' and 'ba'"
+    merged = write(tmp_path / "d.gguf", small(merges=texts(["a b", "b a"])))
+    assert read_tokenizer_digest(merged) != digest
+    assert tokenizer_difference(file, merged) == "merge 1 is None and 'b a'"
     fewer = write(tmp_path / "c.gguf", small(tokens=SMALL[:130], types={}))
     assert tokenizer_difference(fewer, file) == "id 130 is 'ab' in the second alone"
     assert tokenizer_difference(file, fewer) == "id 130 is 'ab' in the first alone"
@@ -210,7 +213,7 @@ def test_a_folder_beside_the_file_has_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_spaces_are_written_in_two_ways() -> None:
-    assert pieces_difference({0: "▁a"}, {0: " a"}) == ""
+    assert TokenizerContent({0: "▁a"}, []).difference(TokenizerContent({0: " a"}, [])) == ""
     written = {"model": {"vocab": {"▁a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "▁▁"}]}
     other = {"model": {"vocab": [["▁a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 2, "content": "  "}]}
     assert tokenizer_digest(json.dumps(written).encode()) == tokenizer_digest(json.dumps(other).encode())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outrider.core.session.digest import pieces_digest
+from outrider.core.session.digest import TokenizerContent
 from outrider.engine.checkpoints.gguf.config import CONTROL, NO_TOKEN, USER_DEFINED, token_names
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -16,6 +16,7 @@ from outrider.errors import CheckpointError
 from outrider.hub import gguf_stem
 
 _UNKNOWN, _UNUSED = 2, 5  # types of tokens
+_MERGES = "tokenizer.ggml.merges"
 _SPACE = "▁"  # what SentencePiece writes for a space
 
 Json = dict[str, Any]
@@ -26,9 +27,10 @@ def gguf_tokenizer_json(file: GgufFile) -> bytes:
     return json.dumps(_tokenizer(file), ensure_ascii=False).encode()
 
 
-def gguf_tokenizer_digest(file: GgufFile) -> bytes:
-    """Return the digest of the tokenizer. Raises CheckpointError."""
-    return pieces_digest(gguf_pieces(file))
+def gguf_tokenizer_content(file: GgufFile) -> TokenizerContent:
+    """Return what identifies the tokenizer. Raises CheckpointError."""
+    merges = file.metadata.get(_MERGES)
+    return TokenizerContent(_pieces(file), merges if isinstance(merges, list) else [])
 
 
 def gguf_chat_template(file: GgufFile) -> tuple[str | None, dict[str, str]]:
@@ -49,7 +51,7 @@ def _tokenizer(file: GgufFile) -> Json:
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise file.wrong("tokenizer.ggml.model", f"gpt2 or llama; {_advice(file)}")
-    pieces = gguf_pieces(file)
+    pieces = _pieces(file)
     vocabulary = {piece: id_ for id_, piece in pieces.items()}
     if len(vocabulary) < len(pieces):
         twice = next(id_ for id_, piece in pieces.items() if vocabulary[piece] != id_)
@@ -83,9 +85,9 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> Json:
             "tokenizer.ggml.pre",
             f"one of {', '.join(PRE_TOKENIZERS)}; {_advice(file)}",
         )
-    merges = file.metadata.get("tokenizer.ggml.merges")
+    merges = file.metadata.get(_MERGES)
     if not isinstance(merges, list):
-        raise file.wrong("tokenizer.ggml.merges", "an array of texts")
+        raise file.wrong(_MERGES, "an array of texts")
     pairs = [merge.split(" ") for merge in merges]
     if wrong := next((at for at, pair in enumerate(pairs) if len(pair) != 2), None):
         raise CheckpointError(f"{file.path}: merge {wrong} is not of two tokens; convert the model anew")
@@ -168,7 +170,7 @@ def _around(file: GgufFile, *, bos: bool) -> Json | None:
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": ids}
 
 
-def gguf_pieces(file: GgufFile) -> dict[int, str]:
+def _pieces(file: GgufFile) -> dict[int, str]:
     """Return the tokens by id, without those that a converter puts behind them for the embedding's sake."""
     tokens = token_names(file)
     if not tokens:
