@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
+from outrider.core.session.digest import former_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_config, read_json, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.gpu import DeviceEagleDrafts
@@ -332,6 +333,9 @@ def test_heads_of_another_target_are_refused(small: Path, tmp_path: Path) -> Non
     write_card(tmp_path, card)
     with pytest.raises(ConfigError, match=r"heads: .* was made for other, whose weights are others"):
         check_heads(tmp_path, TARGET)
+    former = former_tokenizer_digest(read_json(TARGET / "tokenizer.json")).hex()
+    write_card(tmp_path, replace(card, target_digest=weights_digest(TARGET), tokenizer_digest=former))
+    check_heads(tmp_path, TARGET)
     write_card(tmp_path, replace(card, target_digest=weights_digest(TARGET), tokenizer_digest="00"))
     with pytest.raises(ConfigError, match="whose tokenizer is another"):
         check_heads(tmp_path, TARGET)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import MAX_GRAMMAR, Contract, Grammar
-from outrider.errors import InvalidRequest
+from outrider.errors import CheckpointError, ConfigError, InvalidRequest
 from outrider.grammar.compiler import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
@@ -119,6 +119,29 @@ def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path) -> None:
     assert all(marked.allowed((thought + answer)[:at])[token] for at, token in enumerate(thought + answer))
     assert marked.allowed(thought)[ids("hm")[0]]  # the mark's text is no mark
     assert not marked.allowed([*thought, answer[0]])[ids("hm")[0]]
+
+
+def test_a_tokenizer_may_be_made_when_it_is_needed() -> None:
+    made: list[bytes] = []
+
+    def content() -> bytes:
+        made.append((FOLDER / "tokenizer.json").read_bytes())
+        return made[-1]
+
+    compiler = GrammarCompiler(content, VOCABULARY, [END_OF_TEXT])
+    assert not made
+    state = compiler.start(Grammar("regex", "42"))
+    assert state.allowed([])[ids("42")[0]]
+    compiler.start(Grammar("regex", "43")).allowed([])
+    assert len(made) == 1
+
+
+def test_a_tokenizer_that_cannot_be_made_is_no_tokenizer() -> None:
+    def content() -> bytes:
+        raise CheckpointError("a.gguf: is none")
+
+    with pytest.raises(ConfigError, match="does not work with this model's tokenizer"):
+        GrammarCompiler(content, VOCABULARY, [END_OF_TEXT]).start(Grammar("regex", "42")).allowed([])
 
 
 @pytest.mark.parametrize("seed", range(4))

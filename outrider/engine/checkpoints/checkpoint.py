@@ -181,12 +181,13 @@ def config_json(checkpoint: Path) -> dict[str, Any]:
 
 def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint's tokenizer and chat template into a folder. Raises CheckpointError, OSError."""
-    if not is_gguf(checkpoint):
+    place = tokenizer_folder(checkpoint)
+    if not is_gguf(place):
         for name in BESIDE:
-            if (checkpoint / name).exists():
-                shutil.copyfile(checkpoint / name, folder / name)
+            if (place / name).exists():
+                shutil.copyfile(place / name, folder / name)
         return
-    file = GgufFile(checkpoint)
+    file = GgufFile(place)
     (folder / TOKENIZER).write_bytes(gguf_tokenizer_json(file))
     template, special = gguf_chat_template(file)
     settings = special | ({} if template is None else {"chat_template": template})
