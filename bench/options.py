@@ -63,8 +63,8 @@ class BenchOptions:
     ramp_s: float
     links: tuple[Link, ...]  # suite distance
     overlaps: tuple[str, ...]  # of its rows, by name
-    gguf: Path | None  # suite formats: the model; None: one that is fetched
-    formats: tuple[int, ...]  # parameters to pad it to
+    gguf: Path | None = None  # suite formats: the model; None: one that is fetched
+    formats: tuple[int, ...] = ()  # parameters to pad it to
 
     def cluster(
         self,

@@ -22,11 +22,6 @@ from tests.engine.small_checkpoints import Tree, prompt, random_tokens
 MIXED = {"attn_v": "q6_k", "ffn_down": "q6_k", "ffn_up": "q5_0", "token_embd": "q8_0", "output": "q6_k"}
 
 
-@pytest.fixture(autouse=True)
-def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.cpu.engine.read_tokenizer_digest", lambda _: bytes(16))
-
-
 def load(file: Path, dtype: Dtype = "stored", **changes: object) -> CpuEngine:
     settings: dict[str, object] = {"slots": 2, "rows": 200, "threads": 2} | changes
     return CpuEngine.load(file, EngineSettings(dtype=dtype, **settings))  # type: ignore[arg-type]
