@@ -18,6 +18,7 @@ from outrider.engine.adapters.low_rank import (
 )
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
 from outrider.engine.checkpoints.gguf.block_types import QUANTIZED
+from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.engine.tensor_parallel.sharding import Shard, WeightPart, tensor_shapes
 
 if TYPE_CHECKING:
@@ -45,21 +46,26 @@ def load_layers(
     `config`: that of the complete model. `stored`: quantized weights stay in their blocks. Raises CheckpointError.
     """
 
+    def in_blocks(it: WeightPart) -> bool:
+        return stored and source.kind(it.name) in QUANTIZED
+
     def take(it: WeightPart, rows: int = 0) -> Weight:
         """Return a weight, with zeros below it where it has fewer than `rows`."""
         part = {"rows": it.rows, "columns": it.columns}
-        kind = source.kind(it.name)
-        in_blocks = stored and kind in QUANTIZED
-        found = source.blocks(it.name, *it.shape, **part) if in_blocks else source.array(it.name, *it.shape, **part)
+        read = source.blocks if in_blocks(it) else source.array
+        found = read(it.name, *it.shape, **part)
         if rows > len(found):
             found = np.pad(found, ((0, rows - len(found)), (0, 0)))
         found = np.ascontiguousarray(found)
-        return (kind, found) if in_blocks else found
+        return (source.kind(it.name), found) if in_blocks(it) else found
 
     for index, layer in enumerate(kept):
         model.set_layer(index, {what: take(part) for what, part in shard.layer(config, layer).items()})
     ends = shard.ends(config)
-    embedding = None if config.tied and shard.of == 1 else take(ends["embedding"])  # None: that of the head
+    rows = ends["embedding"]
+    if in_blocks(rows):
+        rows = rows._replace(columns=ALL)  # blocks may not end where a rank's columns do
+    embedding = None if config.tied and shard.of == 1 else take(rows)  # None: that of the head
     model.set_ends(embedding, take(ends["norm"]), take(ends["head"], -(-config.vocabulary // shard.of)))
 
 

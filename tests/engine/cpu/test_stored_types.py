@@ -13,9 +13,12 @@ from outrider import _native
 from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Dtype
+from outrider.engine.interface.features import Features
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
+from outrider.errors import CheckpointError
 from tests.engine.gguf.block_files import VOCABULARY, WIDTH, model_file
+from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_checkpoints import Tree, prompt, random_tokens
 
 # As converters choose types for Q4_K_M: some weights of a linear are of another type than the rest.
@@ -86,6 +89,42 @@ def test_a_tokens_bits_are_the_same_in_every_batch(
     text = np.concatenate([history, tree.tokens[path]])
     alone = [engine.forward([prompt(1, text[at : at + 1], at)])[0] for at in range(len(text))]
     assert np.array_equal(logits[path], alone[len(history) :])
+
+
+@pytest.mark.parametrize("kind_of", [lambda _: "q4_0", lambda name: "q8_0" if "output" in name else "q4_k"])
+def test_ranks_share_a_model_in_blocks(kind_of: Callable[[str], str], tmp_path: Path) -> None:
+    file, tokens = model_file(tmp_path / "model.gguf", kind_of), np.arange(60)
+    alone = load(file).forward([prompt(0, tokens)])
+    with leading(file, 2, dtype="stored") as engine:
+        found = engine.forward([prompt(0, tokens)])
+        assert engine.weight_bytes < 0.6 * load(file).weight_bytes
+    assert np.abs(found - alone).max() < 0.05 * alone.std()
+    assert (found.argmax(1) == alone.argmax(1)).mean() > 0.9
+
+
+def test_ranks_that_would_cut_blocks_are_refused(tmp_path: Path) -> None:
+    file = model_file(tmp_path / "model.gguf", lambda name: "q6_k" if name.endswith("attn_output") else "q4_0")
+    groups = [it.result() for it in meet(2, meeting_point())]
+    for group in groups:
+        with pytest.raises(
+            CheckpointError, match=r"o_proj.* cannot be divided at .* q6_k, in blocks of 256; let fewer"
+        ):
+            load(file, group=group)
+        group.close()
+
+
+def test_layers_may_be_left_out_and_features_taken(tmp_path: Path) -> None:
+    file, tokens = model_file(tmp_path / "model.gguf", mixed), np.arange(60)
+    found = {}
+    kinds: tuple[Dtype, Dtype] = ("float32", "stored")
+    for dtype in kinds:
+        one, both = load(file, dtype, layers=1), load(file, dtype, features=Features((1,), all_rows=True))
+        logits = one.forward([prompt(0, tokens)])
+        both.forward([prompt(0, tokens)])
+        found[dtype] = logits, both.hidden().numpy()
+        assert one.weight_bytes < both.weight_bytes
+    for exact, near in zip(*found.values(), strict=True):
+        assert 0 < np.sqrt(((near - exact) ** 2).mean()) / exact.std() < 0.03
 
 
 def spoiled(file: Path, name: str, value: float) -> Path:

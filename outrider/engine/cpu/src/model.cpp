@@ -350,15 +350,21 @@ bool Model::judge(int thread, const Results& results, const int* chosen) {
 
 void Model::embed(int thread) {
   int row = 0;
+  const int columns = shape_.width / ranks();
   for (const auto& segment : *segments_)
     for (int i = 0; i < segment.count; i++, row++) {
       if (row % pool_.size() != thread) continue;
-      const int columns = shape_.width / ranks();
-      std::fill(hidden_ + row * wide_, hidden_ + (row + 1) * wide_, 0.0f);
-      if (embedding_.data)
-        embedding_.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
-      else
-        head_.get(int(segment.tokens[i]), hidden_ + row * wide_);
+      float *out = hidden_ + row * wide_, *own = out + rank() * columns;
+      std::fill(out, out + wide_, 0.0f);
+      if (!embedding_.data) {
+        head_.get(int(segment.tokens[i]), out);
+      } else if (embedding_.columns == columns) {
+        embedding_.read(segment.tokens[i], own);
+      } else {  // all columns, of which the others are other ranks'
+        embedding_.read(segment.tokens[i], out);
+        std::fill(out, own, 0.0f);
+        std::fill(own + columns, out + shape_.width, 0.0f);
+      }
     }
 }
 

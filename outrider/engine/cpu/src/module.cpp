@@ -196,7 +196,9 @@ PyObject* set_ends(Object& self, PyObject* args) {
   const Shape& it = model_of(self).shape();
   Buffers held;
   const Model& model = model_of(self);
-  const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
+  // Blocks may not end where a rank's columns do.
+  const Array e = taken(held, embedding, it.vocabulary, PyTuple_Check(embedding) ? it.width : it.width / model.ranks());
+  const Array n = taken(held, norm, 1, it.width);
   const Array h = taken(held, head, model.head_tokens(), it.width);
   if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
   ExclusiveCall call(self);
