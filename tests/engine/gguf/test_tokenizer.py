@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from outrider.core.session.digest import TokenizerContent, tokenizer_digest
@@ -168,6 +172,53 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     assert bare.decode(bare.encode(" ab").ids) == " ab"
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.scores is an array of 2, must be an array of 266"):
         made(tmp_path / "a.gguf", pieces(scores=[0.5, 0.5]))
+
+
+def merged_by_scores(text: str, scores: dict[str, float]) -> list[str]:
+    """The tokens of a text as SentencePiece defines them: of all neighbours those are joined first whose sum scores
+    highest, and of equal ones the first."""
+    parts = [*text]
+    while True:
+        sums = [(scores[one + other], -at) for at, (one, other) in enumerate(pairwise(parts)) if one + other in scores]
+        if not sums:
+            return parts
+        at = -max(sums)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.text("ab▁", min_size=2, max_size=5), max_size=25, unique=True),
+    order=st.randoms(use_true_random=False),
+    one=st.text("ab ", max_size=24),
+)
+def test_merges_of_scores_are_those_of_sentence_piece(tmp_path: Path, words: list[str], order: Any, one: str) -> None:
+    tokens = ["<unk>", "a", "b", "▁", *words]
+    ranks = [*range(len(tokens))]
+    order.shuffle(ranks)
+    scores = dict(zip(tokens, map(float, ranks), strict=True))
+    metadata = vocabulary(
+        tokens,
+        "llama",
+        types={0: 2},
+        scores=array(6, "f", [scores[token] for token in tokens]),
+        unknown_token_id=0,
+        add_bos_token=False,
+        add_space_prefix=False,
+    )
+    found = made(tmp_path / "a.gguf", metadata)
+    assert found.encode(one).tokens == merged_by_scores(one.replace(" ", "▁"), scores)
+
+
+@pytest.mark.parametrize("long", [["a" * 1025], [f"{number:06}" + "a" * 1000 for number in range(4200)]])
+def test_tokens_that_would_take_long_to_divide(tmp_path: Path, long: list[str]) -> None:
+    tokens = [*PIECES, *long]
+    scores = array(6, "f", [0.0] * len(tokens))
+    file = write(tmp_path / "a.gguf", pieces() | vocabulary(tokens, "llama", scores=scores))
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match=r"its tokens have up to 10.. characters, and .* in all; may have 1024 "):
+        read_tokenizer(file)
+    assert time.process_time() - began < 1
 
 
 def test_the_digest_is_that_of_the_folder(tmp_path: Path) -> None:

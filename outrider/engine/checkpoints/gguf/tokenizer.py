@@ -17,6 +17,7 @@ from outrider.hub import gguf_stem
 
 _UNKNOWN, _UNUSED = 2, 5  # types of tokens
 _MERGES = "tokenizer.ggml.merges"
+_LONGEST, _MOST_CHARACTERS = 1024, 1 << 22  # of tokens with scores, each of which is tried at every character
 _SPACE = "▁"  # what SentencePiece writes for a space
 
 Json = dict[str, Any]
@@ -115,7 +116,7 @@ def _sentence_piece(file: GgufFile, vocabulary: dict[str, int]) -> Json:
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *start]},
         "model": _merging(
             vocabulary,
-            _merges(vocabulary, _scores(file, len(names))),
+            _merges(file, vocabulary, _scores(file, len(names))),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else names[unknown],
@@ -136,8 +137,14 @@ def _merging(vocabulary: dict[str, int], merges: Sequence[Sequence[str]], **opti
     return {"type": "BPE", **empty, **plain, **options, "vocab": vocabulary, "merges": merges}
 
 
-def _merges(vocabulary: dict[str, int], scores: Any) -> list[tuple[str, str]]:
+def _merges(file: GgufFile, vocabulary: dict[str, int], scores: Any) -> list[tuple[str, str]]:
     """Return the merges that make the pieces: those into a piece of a higher score come first."""
+    longest, characters = max(map(len, vocabulary)), sum(map(len, vocabulary))
+    if longest > _LONGEST or characters > _MOST_CHARACTERS:
+        raise CheckpointError(
+            f"{file.path}: its tokens have up to {longest} characters, and {characters} in all; may have {_LONGEST} "
+            f"and {_MOST_CHARACTERS}; {_advice(file)}"
+        )
     found: list[tuple[float, int, int, str, str]] = []
     for piece, id_ in vocabulary.items():
         score = -scores[id_]
