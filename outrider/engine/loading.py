@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.gguf.header import kept_header
 from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
@@ -114,16 +115,17 @@ def load_engine(
     ConfigError where this machine, its packages or the backend do not support a setting, for layers that the checkpoint
     does not have, and for ranks that cannot share it.
     """
-    chosen = chosen_backend(path, backend)
-    if dtype == "auto":
-        compiled = device == "cpu" and chosen == "native" and not _why_on_torch(group)
-        dtype = "stored" if compiled and is_gguf(path) else "bfloat16"
-    given = {name: value for name, value in locals().items() if name in EngineSettings.__dataclass_fields__}
-    settings = EngineSettings(**given)
-    kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
-    if dtype == "float8" and kind.load is not _load_on_device:
-        raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
-    return kind.load(path, settings)
+    with kept_header(path):
+        chosen = chosen_backend(path, backend)
+        if dtype == "auto":
+            compiled = device == "cpu" and chosen == "native" and not _why_on_torch(group)
+            dtype = "stored" if compiled and is_gguf(path) else "bfloat16"
+        given = {name: value for name, value in locals().items() if name in EngineSettings.__dataclass_fields__}
+        settings = EngineSettings(**given)
+        kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
+        if dtype == "float8" and kind.load is not _load_on_device:
+            raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
+        return kind.load(path, settings)
 
 
 def _why_on_torch(group: Group) -> str:

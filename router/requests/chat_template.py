@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from outrider.core.answers.answer_reader import ModelForm
 from outrider.core.answers.formats import FORMATS, format_of, short_id
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_of
-from outrider.engine.checkpoints.gguf.header import GgufFile
+from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.gguf.tokenizer import gguf_chat_template
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import child_environment
@@ -234,7 +234,7 @@ def read_chat_template(
 
 def _gguf_source(file: Path) -> tuple[Path, str | None, dict[str, str]]:
     """Return the file, its template and the special tokens that the template may name. Raises CheckpointError."""
-    return file, *gguf_chat_template(GgufFile(file))
+    return file, *gguf_chat_template(read_gguf(file))
 
 
 def _folder_source(folder: Path) -> tuple[Path, str | None, dict[str, str]]:

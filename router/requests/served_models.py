@@ -16,6 +16,7 @@ from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
 from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_tokenizer, tokenizer_source
+from outrider.engine.checkpoints.gguf.header import kept_header
 from outrider.errors import CheckpointError, InvalidRequest, TooLong
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.hub import checkpoint_folder, is_gguf
@@ -232,10 +233,11 @@ def load_model(name: str, checkpoint: Path, template_s: float = SECONDS, tool_fo
     path = folder / "tokenizer.json"
     if not is_gguf(folder) and not path.exists():
         raise CheckpointError(f"{path}: no such file; models.{name} must be a folder that holds tokenizer.json")
-    tokenizer, digest = read_tokenizer(folder)
-    eos_ids = tuple(_eos_ids(folder))
-    grammars = GrammarCompiler(tokenizer_source(folder), tokenizer.get_vocab_size(), eos_ids)
-    chat = read_chat_template(folder, template_s, tool_format, tokenizer.get_added_tokens_decoder().values())
+    with kept_header(folder):
+        tokenizer, digest = read_tokenizer(folder)
+        eos_ids = tuple(_eos_ids(folder))
+        grammars = GrammarCompiler(tokenizer_source(folder), tokenizer.get_vocab_size(), eos_ids)
+        chat = read_chat_template(folder, template_s, tool_format, tokenizer.get_added_tokens_decoder().values())
     return ServedModel(name, tokenizer, digest, eos_ids, chat, grammars)
 
 

@@ -18,7 +18,7 @@ from outrider.core.session.digest import (
 )
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
-from outrider.engine.checkpoints.gguf.header import GgufFile
+from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.gguf.tensors import gguf_tensors
 from outrider.engine.checkpoints.gguf.tokenizer import (
     gguf_chat_template,
@@ -70,7 +70,7 @@ def parse_json(file: ReadFile) -> dict[str, Any]:
 def read_tokenizer_digest(checkpoint: Path) -> bytes:
     """Return the digest of a checkpoint's tokenizer. Raises CheckpointError."""
     if is_gguf(place := tokenizer_folder(checkpoint)):
-        return gguf_tokenizer_content(GgufFile(place)).digest
+        return gguf_tokenizer_content(read_gguf(place)).digest
     return parsed_tokenizer_digest(read_json(place / TOKENIZER))
 
 
@@ -88,7 +88,7 @@ def tokenizer_difference(first: Path, second: Path) -> str:
     Raises CheckpointError.
     """
     ours, theirs = (
-        gguf_tokenizer_content(GgufFile(path)) if is_gguf(path) else tokenizer_content(read_json(path / TOKENIZER))
+        gguf_tokenizer_content(read_gguf(path)) if is_gguf(path) else tokenizer_content(read_json(path / TOKENIZER))
         for path in map(tokenizer_folder, (first, second))
     )
     return "" if ours is None or theirs is None else ours.difference(theirs)
@@ -102,7 +102,7 @@ def read_tokenizer_size(checkpoint: Path) -> int:
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a checkpoint. Raises CheckpointError with the file, the field and what is allowed."""
     if is_gguf(folder):
-        return gguf_config(GgufFile(folder))
+        return gguf_config(read_gguf(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
     path = folder / "config.json"
@@ -187,7 +187,7 @@ def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
             if (place / name).exists():
                 shutil.copyfile(place / name, folder / name)
         return
-    file = GgufFile(place)
+    file = read_gguf(place)
     (folder / TOKENIZER).write_bytes(gguf_tokenizer_json(file))
     template, special = gguf_chat_template(file)
     settings = special | ({} if template is None else {"chat_template": template})
@@ -197,7 +197,7 @@ def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json, else those of the configuration."""
     if is_gguf(folder):
-        return gguf_eos_ids(GgufFile(folder))
+        return gguf_eos_ids(read_gguf(folder))
     path = folder / "config.json"
     value = read_json(path).get("eos_token_id")
     generation = folder / "generation_config.json"
@@ -212,7 +212,7 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
 def read_outline(folder: Path) -> Outline:
     """Return the sizes of a checkpoint of any family. Raises CheckpointError with file, field and what is allowed."""
     if is_gguf(folder):
-        return gguf_outline(GgufFile(folder))
+        return gguf_outline(read_gguf(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
     path = folder / "config.json"
@@ -236,7 +236,7 @@ class Weights(StoredTensors):
     def __init__(self, checkpoint: Path, progress: Callable[[float], None] | None = None) -> None:
         """Read the headers of all files; see `StoredTensors`. Raises CheckpointError."""
         if is_gguf(checkpoint):
-            super().__init__(gguf_tensors(GgufFile(checkpoint)), checkpoint, progress, "its metadata")
+            super().__init__(gguf_tensors(read_gguf(checkpoint)), checkpoint, progress, "its metadata")
             return
         index = checkpoint / INDEX
         shards = [checkpoint / SINGLE]
@@ -257,7 +257,7 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     path = tokenizer_folder(checkpoint_folder(checkpoint, weights=False))
     try:
         if is_gguf(path):
-            file = GgufFile(path)
+            file = read_gguf(path)
             return Tokenizer.from_buffer(gguf_tokenizer_json(file)), gguf_tokenizer_content(file).digest
         path /= TOKENIZER
         content = read_file(path, MOST_JSON).content.tobytes()
@@ -271,4 +271,4 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
 def tokenizer_source(checkpoint: Path) -> Path | Callable[[], bytes]:
     """Return the folder that has a checkpoint's tokenizer.json, or what makes its content of a GGUF file."""
     place = tokenizer_folder(checkpoint)
-    return (lambda: gguf_tokenizer_json(GgufFile(place))) if is_gguf(place) else place
+    return (lambda: gguf_tokenizer_json(read_gguf(place))) if is_gguf(place) else place

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.checkpoints.gguf.header import GgufFile, split_paths
+from outrider.engine.checkpoints.gguf.header import GgufFile, kept_header, read_gguf, split_paths
 from outrider.errors import CheckpointError
 from outrider.hub import gguf_stem
 from tests.engine.gguf.small_files import ALIGNMENT, Made, Typed, packed, random_rows, text, write
@@ -80,6 +80,21 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(CheckpointError, match="has changed while it was read"):
         found.read("matrix")
+
+
+def test_headers_are_read_once_where_they_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", METADATA, TENSORS)
+    with kept_header(path):
+        found = read_gguf(path)
+        with kept_header(path):
+            assert read_gguf(path) is found
+        assert read_gguf(path) is found
+        with kept_header(tmp_path):  # no file of the format
+            assert read_gguf(path) is found
+        write(path, METADATA, {**TENSORS, "more": Made("f32", (1,))})
+        with pytest.raises(CheckpointError, match="has changed while it was read"):
+            read_gguf(path).read("matrix")
+    assert "more" in read_gguf(path).tensors
 
 
 def parts(folder: Path, count: int = 3, **changes: Any) -> Path:

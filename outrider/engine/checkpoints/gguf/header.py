@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.files import CheckpointFile, Content
 from outrider.engine.checkpoints.gguf.block_types import NUMBERS, TYPES
 from outrider.errors import CheckpointError
-from outrider.hub import gguf_parts
+from outrider.hub import gguf_parts, is_gguf
 
 ALIGNMENT = "general.alignment"
 
@@ -136,6 +137,27 @@ class GgufFile:
         value = self.metadata[key]
         shown = f"an array of {len(value)}" if isinstance(value, list | np.ndarray) else f"{value!r:.80}"
         return CheckpointError(f"{self.path}: metadata {key} is {shown}, must be {allowed}")
+
+
+_kept: dict[Path, GgufFile] = {}
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Return the headers of a file, read anew unless `kept_header` has them. Raises CheckpointError."""
+    return _kept.get(path) or GgufFile(path)
+
+
+@contextmanager
+def kept_header(checkpoint: Path) -> Iterator[None]:
+    """Have the headers of a GGUF file read once in the body, which asks for several parts of them."""
+    if not is_gguf(checkpoint) or checkpoint in _kept:
+        yield
+        return
+    _kept[checkpoint] = GgufFile(checkpoint)
+    try:
+        yield
+    finally:
+        del _kept[checkpoint]
 
 
 def split_paths(path: Path, count: int | None = None) -> list[Path]:
