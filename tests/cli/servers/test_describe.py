@@ -14,8 +14,10 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
+from bench.peers.gguf import write_gguf
 from outrider._native import instruction_sets
 from outrider.cli.main import app
+from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.settings import EngineSettings
@@ -147,6 +149,24 @@ def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
     rows = re.findall(r"^ (\d+) (\d+\.\d\d) *$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [2, 4, 8, 16, 32, 64]
     assert result.stdout.splitlines()[-1] == f"describe: trees=yes decode_ms={rows[0][1]}"
+
+
+def test_a_gguf_file_is_described_and_held_against_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "drafter.gguf"
+    write_gguf(MODELS / "drafter", file)
+    (tmp_path / "drafter").mkdir()
+    shutil.copy(MODELS / "drafter" / "tokenizer.json", tmp_path / "drafter")
+    result = CliRunner().invoke(app, ["describe", str(file)], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
+    text = re.sub(" +", " ", result.stdout)
+    for words in ("family llama", "vocabulary 4,096", read_tokenizer_digest(MODELS / "drafter").hex(), "trees=yes"):
+        assert words in text
+    result = CliRunner().invoke(app, ["describe", str(file), "--for", str(MODELS / "target")], env={"COLUMNS": "200"})
+    assert "drafts_for_it=yes" in result.stdout
+    file.write_bytes(file.read_bytes()[:5000])
+    result = CliRunner().invoke(app, ["describe", str(file)])
+    assert result.exit_code != 0
+    assert f"{file}: truncated or corrupt" in result.stderr
 
 
 def test_describe_prints_why_torch_computes(tmp_path: Path) -> None:
