@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench.peers.gguf import write_gguf
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_eos_ids, read_outline
@@ -16,6 +17,8 @@ from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.checkpoints.rope import Llama3Scaling
 from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.engine.tensor_parallel.sharding import tensor_shapes
+from outrider.engine.transformers.pretrained import from_pretrained
+from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError
 from tests.engine.gguf.small_files import (
     CONTROL,
@@ -234,3 +237,31 @@ def test_ends_of_texts(tmp_path: Path) -> None:
         found(eos=99)
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.eot_token_id is 'x', must be the id of a token"):
         found(eot="x")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # of qwen3 it does not take the size of heads
+def test_transformers_reads_the_same_model(tmp_path: Path, architecture: str) -> None:
+    """Names, the order of rows and the configuration, by somebody else's reader."""
+    file = write(
+        tmp_path / "a.gguf",
+        {
+            **model_metadata(
+                architecture,
+                vocab_size=VOCABULARY,
+            ),
+            "tokenizer.ggml.tokens": [f"t{number}" for number in range(VOCABULARY)],
+        },
+        model_tensors(architecture, "f32", tied=False),
+    )
+    config, weights = read_config(file), Weights(file)
+    with quiet():
+        model = from_pretrained(file, dtype=torch.float32)
+    found = dict(model.named_parameters())
+    shapes = tensor_shapes(config, range(config.layers))
+    assert {*found} == {*shapes}
+    for name, sizes in shapes.items():
+        np.testing.assert_array_equal(weights.array(name, *sizes), found[name].detach().numpy())
+    it = model.config
+    assert (it.num_hidden_layers, it.num_attention_heads, it.num_key_value_heads) == (2, config.heads, config.kv_heads)
+    assert (it.rms_norm_eps, it.rope_parameters["rope_theta"]) == (pytest.approx(config.eps), config.rope.theta)
+    assert it.vocab_size == config.vocabulary
