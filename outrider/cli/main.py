@@ -10,6 +10,7 @@ from outrider.cli.generation.trace import trace
 from outrider.cli.models.adapters import adapters
 from outrider.cli.models.index import index
 from outrider.cli.models.pad import pad
+from outrider.cli.models.quantize import quantize
 from outrider.cli.models.train import train
 from outrider.cli.performance.bench import bench
 from outrider.cli.performance.demo import demo
@@ -41,6 +42,7 @@ for command in (
     verify,
     describe,
     pad,
+    quantize,
     index,
     simulate,
     plan,

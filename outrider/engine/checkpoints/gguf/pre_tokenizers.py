@@ -10,7 +10,7 @@ from typing import NamedTuple
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|" + _SPACES
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
 
 
 def _words(digits: str, letter: str = r"\p{L}", marks: str = "") -> str:
@@ -41,7 +41,7 @@ _LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), adds_bos=True, ignores_merges=T
 _GLM4 = PreTokenizer((_words(r"\p{N}{1,3}"),))
 _QWEN2 = PreTokenizer((_words(r"\p{N}"),), composes=True)
 _STABLELM2 = PreTokenizer((_words(r"\p{N}"),))
-_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_DIGITS = PreTokenizer((r"\p{N}", GPT2))
 _O200K = PreTokenizer((_cased(r"\p{N}{1,3}", _CONTRACTIONS),))
 
 PRE_TOKENIZERS = {
@@ -50,7 +50,7 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan"), _STABLELM2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((GPT2,))),
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
     "qwen35": PreTokenizer((_words(r"\p{N}", r"[\p{L}\p{M}]", r"\p{M}"),), composes=True),
     "tekken": PreTokenizer((_cased(r"\p{N}"),), adds_bos=True, ignores_merges=True),
@@ -64,5 +64,5 @@ PRE_TOKENIZERS = {
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     # What llama.cpp does for files of before it had names for these; it warns that answers are worse.
-    "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }

@@ -43,6 +43,16 @@ def gguf_tensors(file: GgufFile) -> dict[str, StoredTensor]:
     return found
 
 
+def gguf_name(name: str) -> str:
+    """Return the name in a file of a tensor that models of the Llama family have."""
+    stem, _, kind = name.rpartition(".")
+    for part, found in _ENDS.items():
+        if stem == found:
+            return f"{part}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{next(part for part, found in _PARTS.items() if found == rest)}.{kind}"
+
+
 def _name(match: re.Match[str]) -> str | None:
     """Return a tensor's name in a checkpoint; None if models of the Llama family have none like it."""
     layer, part, kind = match.groups()

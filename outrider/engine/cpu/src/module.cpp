@@ -5,6 +5,7 @@
 
 #include "model.hpp"
 #include "python.hpp"
+#include "quantize.hpp"
 
 namespace outrider {
 namespace {
@@ -113,6 +114,12 @@ void make(Object& self, PyObject* args) {
                          s.as<float>('f', angles), std::move(wanted), exchange_of(rank, timeout_s, sockets, it));
 }
 
+Format format_named(const char* name) {
+  for (int format = 0; format < FORMATS; format++)
+    if (!std::strcmp(name, LAYOUTS[format].name)) return Format(format);
+  throw std::invalid_argument(std::string("no format of blocks is named ") + name);
+}
+
 // The blocks of a weight: the name of their format, and bytes, a row of them for each of the weight's.
 Array in_blocks(Buffers& held, PyObject* object) {
   const char* name;
@@ -120,13 +127,10 @@ Array in_blocks(Buffers& held, PyObject* object) {
   if (!PyArg_ParseTuple(object, "sO", &name, &bytes)) throw PythonError();
   held.push_back(std::make_unique<Buffer>(bytes, false));
   const Buffer& buffer = *held.back();
-  for (int format = 0; format < FORMATS; format++) {
-    const Layout& layout = LAYOUTS[format];
-    if (std::strcmp(name, layout.name)) continue;
-    if (buffer.dimensions() != 2 || buffer.size(1) % layout.block_bytes) throw std::invalid_argument("blocks are rows of bytes");
-    return {Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, Format(format)};
-  }
-  throw std::invalid_argument(std::string("no format of blocks is named ") + name);
+  const Format format = format_named(name);
+  const Layout& layout = layout_of(format);
+  if (buffer.dimensions() != 2 || buffer.size(1) % layout.block_bytes) throw std::invalid_argument("blocks are rows of bytes");
+  return {Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, format};
 }
 
 // A weight of that shape; without data for None.
@@ -429,6 +433,28 @@ PyObject* sizes(Object& self, PyObject*) {
                        model.exchange_seconds());
 }
 
+PyObject* quantize(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    const char* name;
+    PyObject *values, *blocks;
+    if (!PyArg_ParseTuple(args, "sOO", &name, &values, &blocks)) throw PythonError();
+    const Format format = format_named(name);
+    const Layout& it = layout_of(format);
+    if (!can_quantize(format)) throw std::invalid_argument(std::string("weights are not quantized to ") + name);
+    const Buffer from(values, false), to(blocks, true);
+    if (from.dimensions() != 2 || to.dimensions() != 2 || from.size(0) != to.size(0) || from.size(1) % it.unit ||
+        to.size(1) != from.size(1) / it.unit * it.block_bytes)
+      throw std::invalid_argument("blocks of that format do not fill the rows");
+    const float* in = from.as<float>('f', 0);
+    uint8_t* out = to.as<uint8_t>('B', 0);
+    const Py_ssize_t count = from.count() / it.unit;
+    PyThreadState* state = PyEval_SaveThread();
+    for (Py_ssize_t i = 0; i < count; i++) write_block(format, quantized(format, in + i * it.unit), out + i * it.block_bytes);
+    PyEval_RestoreThread(state);
+    return nothing();
+  });
+}
+
 PyObject* instruction_sets(PyObject*, PyObject*) {
   return guarded([]() -> PyObject* {
     const Reference list(PyList_New(0));
@@ -483,7 +509,8 @@ bool add_type(PyObject* module, const char* name, PyType_Spec* from, PyObject** 
   return false;
 }
 
-PyMethodDef functions[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Those that this processor has, best first."},
+PyMethodDef functions[] = {{"quantize", quantize, METH_VARARGS, "Quantizes rows of float32 to blocks, as a GGUF file has them."},
+                           {"instruction_sets", instruction_sets, METH_NOARGS, "Those that this processor has, best first."},
                            {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outrider._native", "The engine for CPUs.", -1, functions, nullptr, nullptr,
