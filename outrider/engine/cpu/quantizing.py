@@ -11,7 +11,7 @@ from outrider.engine.checkpoints.gguf.block_types import TYPES
 from outrider.engine.cpu import missing
 from outrider.errors import ConfigError
 
-PARTS = 16  # that threads share
+PARTS = 16  # of a weight, shared by threads
 
 
 def quantized(kind: str, rows: NDArray[np.float32], pool: Executor) -> NDArray[np.uint8]:
