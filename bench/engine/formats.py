@@ -29,6 +29,7 @@ ROWS = (1, 4, 8, 16)
 PROMPT = 1000  # tokens
 TEXT = "Write a short story about a lighthouse keeper and his dog."
 DISTRIBUTED = "distributed"
+WARM_UP_TOKENS, LEARNING_TOKENS = 16, 256  # the second where a cluster measures how its drafters work best
 
 Progress = Callable[[str], None]  # receives the current activity
 
@@ -172,7 +173,8 @@ async def _texts(options: BenchOptions, size: int, dtype: str, path: Path, draft
             peer = await stack.enter_async_context(llama_files(both, read_config(path), options.threads))
             rows += rows_of_worker(peer)  # type: ignore[arg-type]
         for row in rows:
-            await row.generate(BenchRequest(prompt, 1.0, SEED, options.learning_tokens))
+            warm_up = LEARNING_TOKENS if row.name == DISTRIBUTED else WARM_UP_TOKENS
+            await row.generate(BenchRequest(prompt, 1.0, SEED, warm_up))
         for number in range(options.repetitions):
             for row in rows:
                 sample = await row.generate(BenchRequest(prompt, 1.0, SEED + 1 + number, options.max_tokens))
