@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from bench.engine.passes import LLAMA_CPP, OURS, ROUNDS, PassSource, PassTime, multiplied_weights, pass_limit_s
 from bench.engine.roofline import measure
 from bench.options import SEED, BenchOptions, padded_model, parameters_of
-from bench.peers.gguf import write_gguf
 from bench.peers.llama_cpp import llama_files, quantize, rows_of_worker
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.requests import BenchRequest
 from bench.rows.row import worker
+from outrider.engine.checkpoints.gguf.writer import write_gguf
 
 TYPES = ("Q4_K_M", "Q4_0", "Q8_0")  # of padded models
 ROWS = (1, 4, 8, 16)
@@ -89,7 +89,7 @@ async def files(
         whole = Path(scratch) / "whole.gguf"
         report("padding the model")
         async with padded_model(file, target) as folder:
-            write_gguf(folder, whole, tokenizer=file)
+            write_gguf(folder, whole, lambda name, shape: "bf16", tokenizer=file, threads=options.threads)
         found = {}
         for kind in TYPES:
             report(f"quantizing it to {kind}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.checkpoints.gguf.writer import rope_divisors
 from outrider.errors import CheckpointError
 
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
@@ -44,17 +45,11 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_gguf(
-    folder: Path,
-    path: Path,
-    dtype: Literal["float32", "bfloat16"] = "bfloat16",
-    tokenizer: Path | None = None,
-) -> None:
+def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
     """Write the checkpoint in `folder` to `path` atomically.
 
-    Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. `tokenizer`: a GGUF file of the
-    same tokenizer; None: the file gets none. Raises CheckpointError for a checkpoint that llama.cpp's architecture
-    "llama" does not cover.
+    Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. Raises CheckpointError for a
+    checkpoint that llama.cpp's architecture "llama" does not cover.
     """
     config = read_config(folder)
     if config.head_norms or config.model_type not in ("llama", "mistral"):
@@ -62,13 +57,7 @@ def write_gguf(
     tensors, draft = list(gguf_tensors(Weights(folder), config, getattr(torch, dtype))), path.with_suffix(".part")
     writer = gguf.GGUFWriter(draft, "llama")
     for key, value in metadata(config).items():
-        if tokenizer is None or not key.startswith("tokenizer."):
-            _ADD[type(value)](writer, key, value)
-    if tokenizer is not None:
-        for key, field in gguf.GGUFReader(tokenizer).fields.items():
-            if key.startswith("tokenizer."):
-                part = field.types[-1] if len(field.types) > 1 else None
-                writer.add_key_value(key, field.contents(), field.types[0], sub_type=part)
+        _ADD[type(value)](writer, key, value)
     for tensor in tensors:
         kind = _TYPES[tensor.dtype]
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, raw_dtype=kind)
@@ -143,8 +132,9 @@ def gguf_tensors(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> I
 
 def _rope_divisors(config: ModelConfig) -> Tensor:
     """Return the divisor of each frequency in Llama 3.1's scaling: [head_dim / 2]."""
-    plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
-    return torch.from_numpy(plain / config.rope.frequencies(config.head_dim))
+    divisors = rope_divisors(config)
+    assert divisors is not None
+    return torch.from_numpy(divisors)
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:

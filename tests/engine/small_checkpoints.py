@@ -237,3 +237,15 @@ class Tree:
     def segment(self, slot: int, prefix: int) -> Segment:
         """The whole tree behind `prefix` rows, the last of which is the root."""
         return Segment(slot, prefix, self.tokens, prefix - 1 + self.depths(), self.mask())
+
+
+def assert_invariant(engine: Engine, nodes: int) -> None:
+    """A tree's last path has the bits that its tokens have one by one. The engine has two slots, and rows for both."""
+    random = np.random.default_rng(4)
+    history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, nodes)
+    engine.forward([prompt(0, history, wanted=0)])
+    logits = engine.forward([tree.segment(0, len(history))])
+    path = tree.path(nodes - 1)
+    text = np.concatenate([history, tree.tokens[path]])
+    alone = [engine.forward([prompt(1, text[at : at + 1], at)])[0] for at in range(len(text))]
+    assert np.array_equal(logits[path], alone[len(history) :])

@@ -42,7 +42,7 @@ from outrider.engine.checkpoints.checkpoint import (
     read_config,
 )
 from outrider.engine.checkpoints.model_card import SAME, weights_digest
-from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_tensor
+from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_float32, as_tensor
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.errors import CheckpointError
 from outrider.hub import is_gguf
@@ -387,14 +387,8 @@ _STORED = {np.dtype(dtype): name for name, dtype in STORED.items()}  # names of 
 
 def _scaled(norm: NDArray[Any], ratio: float) -> NDArray[Any]:
     """Return a norm's weights for a stream `ratio` times as wide; in float32 where their type would round them."""
-    wide = _float32(norm) * np.float32(1.0 / math.sqrt(ratio))
+    wide = as_float32(norm) * np.float32(1.0 / math.sqrt(ratio))
     return _stored_as(wide, norm.dtype) if math.log2(ratio) % 2 == 0 else wide
-
-
-def _float32(values: NDArray[Any]) -> NDArray[np.float32]:
-    if values.dtype == np.uint16:  # the bits of bfloat16
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32)
 
 
 def _stored_as(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:

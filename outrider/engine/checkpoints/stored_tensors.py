@@ -203,6 +203,13 @@ def _dequantized(stored: StoredTensor, rows: range) -> NDArray[np.float32]:
     return found
 
 
+def as_float32(stored: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the array in float32; 16-bit integers are the bits of bfloat16."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32)
+
+
 def as_tensor(stored: NDArray[Any]) -> Tensor:
     """Return the array as a tensor over the same memory; 16-bit integers are the bits of bfloat16."""
     import torch

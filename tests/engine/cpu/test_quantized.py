@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
-    Tree,
+    assert_invariant,
     int4_steps,
     int8_steps,
     make_checkpoint,
@@ -58,14 +58,7 @@ def test_a_quantized_copys_logits_differ_within_the_quantization_error(
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
     engine = CpuEngine.load(MODELS / "drafter", EngineSettings(dtype=dtype, slots=2, rows=200, threads=1))
-    random = np.random.default_rng(4)
-    history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 20)
-    engine.forward([prompt(0, history, wanted=0)])
-    logits = engine.forward([tree.segment(0, len(history))])
-    path = tree.path(19)
-    text = np.concatenate([history, tree.tokens[path]])
-    alone = [engine.forward([prompt(1, text[at : at + 1], at)])[0] for at in range(len(text))]
-    assert np.array_equal(logits[path], alone[len(history) :])
+    assert_invariant(engine, nodes=20)
 
 
 def test_a_quantized_pass_reads_the_bytes_of_codes_and_scales() -> None:

@@ -19,7 +19,7 @@ from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
 from tests.engine.gguf.block_files import VOCABULARY, WIDTH, model_file
 from tests.engine.ranked import leading, meet, meeting_point
-from tests.engine.small_checkpoints import Tree, prompt, random_tokens
+from tests.engine.small_checkpoints import assert_invariant, prompt
 
 # As converters choose types for Q4_K_M: some weights of a linear are of another type than the rest.
 MIXED = {"attn_v": "q6_k", "ffn_down": "q6_k", "ffn_up": "q5_0", "token_embd": "q8_0", "output": "q6_k"}
@@ -81,14 +81,7 @@ def test_a_tokens_bits_are_the_same_in_every_batch(
     kind_of: Callable[[str], str], instructions: str, tmp_path: Path
 ) -> None:
     engine = load(model_file(tmp_path / "model.gguf", kind_of), instructions=instructions)
-    random = np.random.default_rng(4)
-    history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 37)
-    engine.forward([prompt(0, history, wanted=0)])
-    logits = engine.forward([tree.segment(0, len(history))])
-    path = tree.path(36)
-    text = np.concatenate([history, tree.tokens[path]])
-    alone = [engine.forward([prompt(1, text[at : at + 1], at)])[0] for at in range(len(text))]
-    assert np.array_equal(logits[path], alone[len(history) :])
+    assert_invariant(engine, nodes=37)
 
 
 @pytest.mark.parametrize("kind_of", [lambda _: "q4_0", lambda name: "q8_0" if "output" in name else "q4_k"])

@@ -16,6 +16,7 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_co
 from outrider.engine.checkpoints.gguf.block_types import TYPES
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
+from outrider.engine.checkpoints.stored_tensors import as_float32
 from outrider.engine.cpu.quantizing import quantized
 from outrider.engine.tensor_parallel.sharding import tensor_shapes
 from outrider.errors import CheckpointError
@@ -151,7 +152,7 @@ def _rows(weights: Weights, config: ModelConfig, tensor: _Tensor) -> Iterator[ND
     unit, columns = config.head_dim if turned else 1, tensor.shape[1:] or (1,)
     step = max(1, AT_A_TIME // (columns[0] * unit)) * unit
     for first in range(0, tensor.shape[0], step):
-        rows = _floats(weights.array(tensor.source, *tensor.shape, rows=slice(first, first + step)))
+        rows = as_float32(weights.array(tensor.source, *tensor.shape, rows=slice(first, first + step)))
         rows = rows.reshape(-1, *columns)
         if turned:
             pairs = rows.reshape(-1, 2, config.head_dim // 2, *columns)
@@ -159,12 +160,6 @@ def _rows(weights: Weights, config: ModelConfig, tensor: _Tensor) -> Iterator[ND
         if not np.isfinite(rows).all():
             raise CheckpointError(f"{tensor.source}: has a weight that is no finite number; download it again")
         yield np.ascontiguousarray(rows)
-
-
-def _floats(values: NDArray[Any]) -> NDArray[np.float32]:
-    if values.dtype == np.uint16:  # the bits of bfloat16
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32)
 
 
 def _stored(kind: str, rows: NDArray[np.float32], pool: ThreadPoolExecutor) -> NDArray[Any]:
