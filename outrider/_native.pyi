@@ -9,7 +9,8 @@ from outrider.core.sampling.noise import Draw
 from outrider.engine.interface.batch import Segment
 
 Array = NDArray[Any]
-Weight = Array | tuple[str, Array]  # or a type of blocks, and the blocks of each row
+# An array, or a type of blocks and the blocks of each row, and the input of each column where these are not in order.
+Weight = Array | tuple[str, Array] | tuple[str, Array, Array]
 
 def instruction_sets() -> list[str]: ...
 def quantize(kind: str, values: Array, blocks: Array, /) -> None: ...

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, has_blocks, read_config, read_json, read_outline
 from outrider.engine.checkpoints.gguf.header import kept_header
 from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
@@ -101,7 +101,8 @@ def load_engine(
     """Load a checkpoint folder, or a rank's part of it.
 
     `dtype`: type of the weights; others are converted, for int8 and int4 quantized, while they are read. "stored": each
-    stays in its file's, for the compiled kernels; "auto": that for GGUF files where the kernels are, else bfloat16.
+    stays in its file's, for the compiled kernels; "auto": that for quantized checkpoints where the kernels are, else
+    bfloat16.
     `layers`: run the first ones alone, then the final norm and the head (early exit). `skip`: run all layers but these.
     Layers that are left out are not read, and do not count in `parameters`. `numerics`: "invariant" requires that a
     token's logits have the same bits in every pass; the compiled kernels guarantee that in any case.
@@ -119,7 +120,7 @@ def load_engine(
         chosen = chosen_backend(path, backend)
         if dtype == "auto":
             compiled = device == "cpu" and chosen == "native" and not _why_on_torch(group)
-            dtype = "stored" if compiled and is_gguf(path) else "bfloat16"
+            dtype = "stored" if compiled and has_blocks(path) else "bfloat16"
         given = {name: value for name, value in locals().items() if name in EngineSettings.__dataclass_fields__}
         settings = EngineSettings(**given)
         kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))

@@ -28,6 +28,8 @@ from outrider.engine.checkpoints.gguf.tokenizer import (
 from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
 from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
 from outrider.engine.checkpoints.model_config import Outline as Outline
+from outrider.engine.checkpoints.quantized.method import KEY, read_method
+from outrider.engine.checkpoints.quantized.tensors import with_quantized
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
@@ -130,8 +132,7 @@ def read_config(folder: Path) -> ModelConfig:
     kind = raw.get("model_type")
     if kind not in SUPPORTED:
         raise wrong("model_type", f"one of {', '.join(SUPPORTED)}: the engine runs the Llama family")
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError(f"{path}: the weights are quantized; take a checkpoint in bfloat16, float16 or float32")
+    read_method(raw, path)
     if raw.get("hidden_act", "silu") != "silu":
         raise wrong("hidden_act", "'silu'")
     width, heads = count("hidden_size"), count("num_attention_heads")
@@ -172,6 +173,11 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids=read_eos_ids(folder),
         unpadded_vocabulary=unpadded_vocabulary,
     )
+
+
+def has_blocks(checkpoint: Path) -> bool:
+    """Return whether weights of a checkpoint are quantized, in GGUF or a format of the hub. Raises CheckpointError."""
+    return is_gguf(checkpoint) or read_json(checkpoint / "config.json").get(KEY) is not None
 
 
 def config_json(checkpoint: Path) -> dict[str, Any]:
@@ -249,7 +255,11 @@ class Weights(StoredTensors):
                 )
             shards = sorted({checkpoint / name for name in names})
         layout = safetensors_layout([CheckpointFile(shard) for shard in shards])
-        super().__init__(layout, index if has_index else shards[0], progress)
+        config = checkpoint / "config.json"
+        method = read_method(read_json(config), config) if config.exists() else None
+        super().__init__(
+            with_quantized(layout, method) if method else layout, index if has_index else shards[0], progress
+        )
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:

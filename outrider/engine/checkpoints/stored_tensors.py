@@ -10,13 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.checkpoints.block_types import IN_BLOCKS, TYPES, check_served, dequantize
 from outrider.engine.checkpoints.files import Content
-from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES, check_served, dequantize
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,12 +38,32 @@ _MOST_SIZE, _MOST_DIMENSIONS = 1 << 48, 16  # of a tensor
 _AT_A_TIME = 1 << 20  # values that are dequantized at a time
 
 
+class TensorSource(Protocol):
+    """A tensor that can be read from its file, or from several parts there."""
+
+    @property
+    def file(self) -> Content: ...  # that errors name
+    @property
+    def dtype(self) -> str: ...  # as the format names it, in upper case
+    @property
+    def kind(self) -> str: ...  # the same in lower case
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def bytes(self) -> int: ...  # that reading all of it reads
+    @property
+    def order(self) -> NDArray[np.int32] | None: ...  # of a matrix, the input of each column; None: they are in order
+
+    def read(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError."""
+
+
 class StoredTensors:
     """The tensors of some files. Memory holds only those that a caller keeps."""
 
     def __init__(
         self,
-        stored: Mapping[str, StoredTensor],
+        stored: Mapping[str, TensorSource],
         listed_in: Path,
         progress: Callable[[float], None] | None = None,
         sizes_in: str = "config.json",
@@ -72,8 +92,8 @@ class StoredTensors:
         if self._progress is not None:
             self._progress(1.0)
 
-    def _count(self, stored: StoredTensor) -> None:
-        self._taken += stored.stop - stored.start
+    def _count(self, stored: TensorSource) -> None:
+        self._taken += stored.bytes
         if self._progress is not None:
             self._progress(min(1.0, self._taken / self._total))
 
@@ -89,7 +109,7 @@ class StoredTensors:
         """
         stored = self.check(name, *shape)
         part = range(shape[0] if shape else 1)[rows]
-        if stored.kind in QUANTIZED:
+        if stored.kind in IN_BLOCKS:
             array = _dequantized(stored, part)[:, columns]
         else:
             dtype = np.dtype(STORED[stored.dtype])
@@ -108,22 +128,28 @@ class StoredTensors:
 
     @property
     def main_kind(self) -> str:
-        """The type of most bytes; see `kind`."""
-        bytes_of: Counter[str] = Counter()
+        """The type of most values; see `kind`."""
+        values: Counter[str] = Counter()
         for it in self._stored.values():
-            bytes_of[it.kind] += it.stop - it.start
-        return max(bytes_of, key=bytes_of.__getitem__, default="f32")
+            values[it.kind] += math.prod(it.shape)
+        return max(values, key=values.__getitem__, default="f32")
 
     def blocks(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.uint8]:
         """Return a quantized matrix of that shape, or a part of it, as its blocks: [rows, bytes of a row].
 
-        Raises CheckpointError as `array`, and where `columns` are no whole blocks.
+        Their columns are in the matrix's `order`. Raises CheckpointError as `array`, and where `columns` are no whole
+        blocks.
         """
         stored = self.check(name, *shape)
-        if stored.kind not in QUANTIZED:
+        if stored.kind not in IN_BLOCKS:
             raise ValueError(f"{name} is {stored.kind}, and has no blocks")
         block = TYPES[stored.kind]
         part, wanted = range(shape[0])[rows], range(shape[-1])[columns]
+        if stored.order is not None and len(wanted) != shape[-1]:
+            raise CheckpointError(
+                f"{stored.file.path}: ranks cannot share tensor {name}, whose inputs are sorted by their groups "
+                "(desc_act): let one rank have the model, or take a checkpoint without"
+            )
         if wanted.start % block.values or wanted.stop % block.values:
             raise CheckpointError(
                 f"{stored.file.path}: tensor {name} cannot be divided at columns {wanted.start} and {wanted.stop}: it "
@@ -133,7 +159,11 @@ class StoredTensors:
         self._count(stored)
         return content[:, block.row_bytes(wanted.start) : block.row_bytes(wanted.stop)]
 
-    def check(self, name: str, *shape: int) -> StoredTensor:
+    def order(self, name: str) -> NDArray[np.int32] | None:
+        """Return the input of each column of a matrix's blocks; None: they are in order. It is one of `files`."""
+        return self._stored[name].order
+
+    def check(self, name: str, *shape: int) -> TensorSource:
         """Return where a tensor is. Raises CheckpointError when it is missing or has another shape or type."""
         if name not in self._stored:
             raise CheckpointError(f"{self._listed_in}: tensor {name} is missing; download the checkpoint again")
@@ -143,9 +173,9 @@ class StoredTensors:
                 f"{stored.file.path}: tensor {name} has shape {list(stored.shape)}, {self._sizes_in} makes it "
                 f"{list(shape)}; the two must belong together"
             )
-        if stored.kind in QUANTIZED and len(shape) != 2:
+        if stored.kind in IN_BLOCKS and len(shape) != 2:
             raise CheckpointError(f"{stored.file.path}: tensor {name} is {stored.kind}, must be f32: it is no matrix")
-        if stored.dtype not in STORED and stored.kind not in QUANTIZED:
+        if stored.dtype not in STORED and stored.kind not in IN_BLOCKS:
             if stored.kind in TYPES and not TYPES[stored.kind].plain:
                 check_served(stored.kind, f"{stored.file.path}: tensor {name}")
             kind = stored.dtype.lower().replace("i", "int").replace("f", "float")
@@ -178,6 +208,15 @@ class StoredTensor(NamedTuple):
         """The name of its type in lower case."""
         return self.dtype.lower()
 
+    @property
+    def bytes(self) -> int:
+        """Its bytes in the file."""
+        return self.stop - self.start
+
+    @property
+    def order(self) -> None:
+        """Its columns are in order."""
+
     def read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError.
 
@@ -193,13 +232,16 @@ class StoredTensor(NamedTuple):
         return rows[first - begin : last - begin].reshape(-1)
 
 
-def _dequantized(stored: StoredTensor, rows: range) -> NDArray[np.float32]:
+def _dequantized(stored: TensorSource, rows: range) -> NDArray[np.float32]:
     """Return the values of a quantized matrix's rows, a few at a time: a block takes more memory on the way."""
     found = np.empty((len(rows), stored.shape[-1]), np.float32)
+    if not len(rows):
+        return found
+    content = stored.read(rows.start, rows.stop).reshape(len(rows), -1)
+    columns = ALL if stored.order is None else stored.order
     step = max(1, _AT_A_TIME // stored.shape[-1])
     for first in range(0, len(rows), step):
-        part = rows[first : first + step]
-        found[first : first + step] = dequantize(stored.kind, stored.read(part.start, part.stop).reshape(len(part), -1))
+        found[first : first + step, columns] = dequantize(stored.kind, content[first : first + step])
     return found
 
 

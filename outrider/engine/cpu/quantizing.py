@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoints.gguf.block_types import TYPES
+from outrider.engine.checkpoints.block_types import TYPES
 from outrider.engine.cpu import missing
 from outrider.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,10 +16,11 @@ from outrider.engine.adapters.low_rank import (
     most_bytes,
     parse_adapter,
 )
+from outrider.engine.checkpoints.block_types import IN_BLOCKS
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
-from outrider.engine.checkpoints.gguf.block_types import QUANTIZED
 from outrider.engine.checkpoints.stored_tensors import ALL
 from outrider.engine.tensor_parallel.sharding import Shard, WeightPart, tensor_shapes
+from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outrider._native import Adapter, Model, Weight
@@ -47,7 +48,7 @@ def load_layers(
     """
 
     def in_blocks(it: WeightPart) -> bool:
-        return stored and source.kind(it.name) in QUANTIZED
+        return stored and source.kind(it.name) in IN_BLOCKS
 
     def take(it: WeightPart, rows: int = 0) -> Weight:
         """Return a weight, with zeros below it where it has fewer than `rows`."""
@@ -57,16 +58,34 @@ def load_layers(
         if rows > len(found):
             found = np.pad(found, ((0, rows - len(found)), (0, 0)))
         found = np.ascontiguousarray(found)
-        return (source.kind(it.name), found) if in_blocks(it) else found
+        if not in_blocks(it):
+            return found
+        order = source.order(it.name)
+        return (source.kind(it.name), found) if order is None else (source.kind(it.name), found, order)
 
     for index, layer in enumerate(kept):
-        model.set_layer(index, {what: take(part) for what, part in shard.layer(config, layer).items()})
+        parts = shard.layer(config, layer)
+        _check_orders(source, parts)
+        model.set_layer(index, {what: take(part) for what, part in parts.items()})
     ends = shard.ends(config)
     rows = ends["embedding"]
     if in_blocks(rows):
         rows = rows._replace(columns=ALL)  # blocks may not end where a rank's columns do
     embedding = None if config.tied and shard.of == 1 else take(rows)  # None: that of the head
     model.set_ends(embedding, take(ends["norm"]), take(ends["head"], -(-config.vocabulary // shard.of)))
+
+
+def _check_orders(source: Weights, parts: Mapping[str, WeightPart]) -> None:
+    """Raise CheckpointError where weights of one product have their inputs in different orders."""
+    for joined in (("query", "key", "value"), ("gate", "up")):
+        names = [parts[what].name for what in joined]
+        first, *others = [source.order(name) for name in names]
+        for name, other in zip(names[1:], others, strict=True):
+            if not np.array_equal(first, other) if first is not None and other is not None else first is not other:
+                raise CheckpointError(
+                    f"{source.files[name]}: {names[0]} and {name} have their inputs in different orders (desc_act); "
+                    "take a checkpoint without, or one whose weights of one layer have a common order"
+                )
 
 
 class CpuAdapters(AdapterLoader):

@@ -98,7 +98,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (configure(rms_norm_eps=-1), ["config.json", "rms_norm_eps"]),
         (configure(hidden_act="gelu"), ["config.json", "hidden_act", "'silu'"]),
         (configure(tie_word_embeddings="no"), ["config.json", "tie_word_embeddings", "true or false"]),
-        (configure(quantization_config={"bits": 4}), ["config.json", "quantized"]),
+        (configure(quantization_config={"bits": 4}), ["config.json", "quantization_config", "quant_method"]),
         (configure(rope_parameters={"rope_type": "yarn"}), ["config.json", "rope_parameters", "yarn", "llama3"]),
         (configure(rope_parameters={"rope_theta": 0}), ["config.json", "rope_parameters.rope_theta", "positive"]),
         (configure(rope_parameters={"rope_type": "llama3"}), ["config.json", "rope_parameters.factor", "None"]),

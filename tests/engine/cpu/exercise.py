@@ -36,6 +36,15 @@ BLOCKS = {  # of 256 inputs: bytes
     "iq4_nl": 144,
     "iq4_xs": 136,
     "mxfp4": 136,
+    "int4_128": 138,
+    "int4_64": 148,
+    "int4_32": 168,
+    "int8_128": 266,
+    "int8_32": 296,
+    "nvfp4_256": 148,
+    "nvfp4_64": 160,
+    "fp8_128": 264,
+    "fp8_32": 288,
 }
 SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
 ANGLES = np.zeros((ROWS, 4), np.float32)

@@ -46,7 +46,8 @@ struct Packed {
   std::vector<int32_t> zeros;
 
   Packed(Kind kind, int outputs, int inputs) : scales(size_t(outputs), 0.01f), zeros(size_t(outputs), 0) {
-    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::int8 ? 16 * inputs : 32 * inputs;
+    const bool narrow = kind == Kind::int8 || kind == Kind::float8;
+    const size_t bytes = kind == Kind::float32 ? 64 * inputs : narrow ? 16 * inputs : 32 * inputs;
     linear.kind = kind;
     linear.outputs = outputs;
     linear.inputs = linear.padded = inputs;
@@ -66,6 +67,11 @@ struct Packed {
       for (int o = 0; o < outputs; o++)
         for (int i = 0; i < inputs; i++)
           zeros[o] += INT8_ZERO * int8_t(data[(o / LANES) * bytes + size_t(i / 4) * 64 + (o % LANES) * 4 + i % 4]);
+    if (kind == Kind::float8) {
+      linear.group = 128;
+      scales.resize(size_t(outputs) * (inputs / linear.group));
+      for (float& scale : scales) scale = 0.01f * uniform();
+    }
     linear.data = data.data();
     linear.scales = scales.data();
     linear.zeros = zeros.data();
@@ -94,6 +100,7 @@ struct Coded {
       for (size_t u = 0; u < units; u++) {
         for (uint8_t& byte : raw) byte = uint8_t(dice());
         Block block = read_block(format, raw.data());
+        block.scale = uniform() * 0.01f;
         block.d = half_bits(uniform() * 0.01f), block.m = half_bits(uniform() * 0.01f);
         if (it.scales == Scales::power) block.a[0] = uint8_t(120 + dice() % 8);
         if (dice() % 8 == 0) block.d = 0;
@@ -143,6 +150,7 @@ void linears(const Kernels& kernels) {
   const bool rounds = std::strstr(kernels.name, "bf16") || std::strstr(kernels.name, "amx");  // inputs, to 8 bits
   const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
       {Kind::float32, "float32", 1e-5}, {Kind::float16, "float16", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
+      {Kind::float8, "float8", 1e-5},
       {Kind::int8, "int8", 0.03}};  // an input may be rounded to the next code
   for (const auto& it : kinds)
     for (int rows = 1; rows <= kernels.most_rows[int(it.kind)]; rows++) {
@@ -158,6 +166,7 @@ void linears(const Kernels& kernels) {
 void blocks(const Kernels& kernels) {
   for (int format = 0; format < FORMATS; format++) {
     const Layout& it = LAYOUTS[format];
+    if (is_float8(Format(format))) continue;  // its panels are others
     for (int rows = 1; rows <= kernels.most_rows[int(Kind::blocks)]; rows++) {
       dice.seed(rows);
       const Coded coded(Format(format), rows % 2 ? 48 : 32, rows % 3 ? 512 : it.unit);

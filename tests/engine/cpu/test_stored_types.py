@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider import _native
-from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES
+from outrider.engine.checkpoints.block_types import QUANTIZED, TYPES
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.interface.features import Features

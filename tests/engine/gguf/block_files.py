@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.engine.checkpoints.gguf.block_types import TYPES, dequantize
+from outrider.engine.checkpoints.block_types import TYPES, dequantize
 from tests.engine.gguf.small_files import NORMAL, Made, random_rows, write
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, LAYERS, CONTEXT = 256, 4, 2, 64, 512, 131, 2, 256

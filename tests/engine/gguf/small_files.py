@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.engine.checkpoints.gguf.block_types import TYPES
+from outrider.engine.checkpoints.block_types import TYPES
 
 ALIGNMENT = 32
 

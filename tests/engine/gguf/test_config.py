@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench.peers.gguf import write_gguf
+from outrider.engine.checkpoints.block_types import dequantize
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_eos_ids, read_outline
-from outrider.engine.checkpoints.gguf.block_types import dequantize
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.checkpoints.rope import Llama3Scaling
 from outrider.engine.checkpoints.stored_tensors import ALL

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from outrider import _native
 from outrider.cli.main import app
+from outrider.engine.checkpoints.block_types import QUANTIZED, TYPES, dequantize
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_tokenizer, read_tokenizer_digest
-from outrider.engine.checkpoints.gguf.block_types import QUANTIZED, TYPES, dequantize
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.gguf.recipes import recipe
 from outrider.engine.checkpoints.gguf.writer import write_gguf

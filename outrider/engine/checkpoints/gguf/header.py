@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.checkpoints.block_types import NUMBERS, TYPES
 from outrider.engine.checkpoints.files import CheckpointFile, Content
-from outrider.engine.checkpoints.gguf.block_types import NUMBERS, TYPES
 from outrider.errors import CheckpointError
 from outrider.hub import gguf_parts, is_gguf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from outrider.engine.checkpoints.gguf.block_types import TYPES
+from outrider.engine.checkpoints.block_types import TYPES
 from outrider.engine.checkpoints.gguf.writer import KindOf
 from outrider.engine.checkpoints.model_config import ModelConfig
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.checkpoints.block_types import TYPES
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.checkpoints.gguf.block_types import TYPES
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
 from outrider.engine.checkpoints.stored_tensors import as_float32

@@ -13,6 +13,7 @@ namespace outrider {
 struct Block {
   uint8_t codes[MOST_UNIT];  // int8: signed ones
   uint16_t d = 0, m = 0;     // halves
+  float scale = 0.0f;
   uint8_t a[16] = {}, b[16] = {};  // of each group, see Scales
 
   void values(const Layout& it, float* out) const {
@@ -22,6 +23,7 @@ struct Block {
  private:
   void group_values(const Layout& it, int g, float* out) const {
     float scale = half_value(d), offset = 0.0f;
+    int zero = it.zero;
     switch (it.scales) {
       case Scales::d: break;
       case Scales::d_m: offset = half_value(m); break;
@@ -31,11 +33,14 @@ struct Block {
       case Scales::s6:
       case Scales::x6: scale *= float(a[g] - 32); break;
       case Scales::s8: scale *= float(a[g] - 128); break;
+      case Scales::zero: scale = this->scale, zero = a[0] - 128; break;
+      case Scales::e4m3: scale = this->scale * float8_value(a[g]); break;
+      case Scales::plain: scale = this->scale; break;
     }
     for (int i = 0; i < it.group; i++) {
       const uint8_t bits = codes[g * it.group + i];
-      const int code = it.low == 8 ? int8_t(bits) : it.table ? it.table[bits] : bits - it.zero;
-      out[i] = scale * float(code) + offset;
+      const int code = it.table ? it.table[bits] : (it.low == 8 ? int8_t(bits) : bits) - zero;
+      out[i] = it.scales == Scales::plain ? scale * float8_value(bits) : scale * float(code) + offset;
     }
   }
 };
@@ -67,6 +72,7 @@ inline void add_pairs(const uint8_t* in, int place, uint8_t* codes) {
 
 // Reads a block of a file.
 inline Block read_block(Format format, const uint8_t* from) {
+  const Layout& it = layout_of(format);
   Block block;
   const auto half_at = [&](int at) {
     uint16_t bits;
@@ -76,6 +82,7 @@ inline Block read_block(Format format, const uint8_t* from) {
   const auto fifth_bits = [&](const uint8_t* in) {  // of 32 inputs
     for (int k = 0; k < 32; k++) block.codes[k] |= uint8_t((in[k / 8] >> k % 8 & 1) << 4);
   };
+  const auto scale_at = [&](int at) { std::memcpy(&block.scale, from + at, 4); };
   switch (format) {
     case Format::q8_0:
       block.d = half_at(0);
@@ -145,6 +152,28 @@ inline Block read_block(Format format, const uint8_t* from) {
         read_nibbles(from + 8 + g * 16, 16, block.codes + g * 32);
       }
       break;
+    case Format::int4_128:
+    case Format::int4_64:
+    case Format::int4_32:
+      scale_at(0), block.a[0] = from[4];
+      for (int k = 0; k < it.unit; k += 32) read_nibbles(from + 5 + k / 2, 16, block.codes + k);
+      break;
+    case Format::int8_128:
+    case Format::int8_32:
+      scale_at(0), block.a[0] = from[4];
+      std::memcpy(block.codes, from + 5, it.unit);
+      break;
+    case Format::nvfp4_256:
+    case Format::nvfp4_64:
+      scale_at(0);
+      std::memcpy(block.a, from + 4, it.unit / 16);
+      for (int k = 0; k < it.unit; k += 32) read_nibbles(from + 4 + it.unit / 16 + k / 2, 16, block.codes + k);
+      break;
+    case Format::fp8_128:
+    case Format::fp8_32:
+      scale_at(0);
+      std::memcpy(block.codes, from + 4, it.unit);
+      break;
   }
   return block;
 }
@@ -185,13 +214,18 @@ struct ScaleBits {
 
 // Where a unit has the scales of an output.
 struct ScalePlaces {
-  uint8_t *d, *m, *words, *upper, *power;  // null: none
-  int count = 0;                           // of words
+  uint8_t *d, *m, *words, *upper, *power, *scale, *bytes;  // null: none. `bytes` are 16 apart
+  int count = 0, byte_count = 0;                           // of words, and of bytes
 
-  ScalePlaces(Scales scales, uint8_t* unit, int lane) {
+  ScalePlaces(const Layout& it, uint8_t* unit, int lane) {
+    const Scales scales = it.scales;
     const bool offsets = scales == Scales::d_m || scales == Scales::k4 || scales == Scales::k6, alone = scales == Scales::power;
+    const bool wide = scales == Scales::zero || scales == Scales::e4m3;
     power = alone ? unit + lane : nullptr;
-    d = alone ? nullptr : unit + lane * 2;
+    scale = wide ? unit + lane * 4 : nullptr;
+    bytes = wide ? unit + 64 + lane : nullptr;
+    byte_count = scales == Scales::zero ? 1 : wide ? it.unit / it.group : 0;
+    d = alone || wide ? nullptr : unit + lane * 2;
     m = offsets ? unit + 32 + lane * 2 : nullptr;
     upper = scales == Scales::x6 ? unit + 32 + lane * 2 : nullptr;
     words = unit + (offsets || upper ? 64 : 32) + lane * 4;
@@ -225,14 +259,16 @@ inline void read_words(const uint8_t* in, int from, uint32_t* codes) {
 // Writes a block as output `lane` of a unit, which had zeros there.
 inline void write_unit(Format format, const Block& block, uint8_t* unit, int lane) {
   const Layout& it = layout_of(format);
-  const ScalePlaces at(it.scales, unit, lane);
+  const ScalePlaces at(it, unit, lane);
   const ScaleBits bits = at.count ? ScaleBits(it.scales, block) : ScaleBits();
   if (at.power) *at.power = block.a[0];
+  if (at.scale) std::memcpy(at.scale, &block.scale, 4);
+  for (int i = 0; i < at.byte_count; i++) at.bytes[i * 16] = block.a[i];
   if (at.d) std::memcpy(at.d, &block.d, 2);
   if (at.m) std::memcpy(at.m, &block.m, 2);
   if (at.upper) std::memcpy(at.upper, &bits.upper, 2);
   for (int i = 0; i < at.count; i++) std::memcpy(at.words + i * 64, &bits.words[i], 4);
-  uint8_t* chunk = unit + scale_bytes(it.scales) + lane * 4;
+  uint8_t* chunk = unit + scale_bytes(it) + lane * 4;
   for (int k = 0; k < it.unit; k += CHUNK, chunk += chunk_bytes(it)) {
     uint32_t codes[8];
     std::memcpy(codes, block.codes + k, sizeof codes);
@@ -250,14 +286,16 @@ inline Block read_unit(Format format, const uint8_t* from, int lane) {
   uint8_t* unit = const_cast<uint8_t*>(from);  // it is read alone
   Block block;
   ScaleBits bits;
-  const ScalePlaces at(it.scales, unit, lane);
+  const ScalePlaces at(it, unit, lane);
   if (at.power) block.a[0] = *at.power;
   if (at.d) std::memcpy(&block.d, at.d, 2);
   if (at.m) std::memcpy(&block.m, at.m, 2);
   if (at.upper) std::memcpy(&bits.upper, at.upper, 2);
   for (int i = 0; i < at.count; i++) std::memcpy(&bits.words[i], at.words + i * 64, 4);
   bits.read(it.scales, block);
-  uint8_t* chunk = unit + scale_bytes(it.scales) + lane * 4;
+  if (at.scale) std::memcpy(&block.scale, at.scale, 4);
+  for (int i = 0; i < at.byte_count; i++) block.a[i] = at.bytes[i * 16];
+  uint8_t* chunk = unit + scale_bytes(it) + lane * 4;
   for (int k = 0; k < it.unit; k += CHUNK, chunk += chunk_bytes(it)) {
     uint32_t codes[8] = {};
     if (it.low == 8) read_words<8>(chunk, 0, codes);

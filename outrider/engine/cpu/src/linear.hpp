@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "blocks.hpp"
@@ -20,6 +21,7 @@ struct Array {
   const void* data = nullptr;
   int64_t rows = 0, columns = 0;
   Format format = Format::q8_0;  // of blocks
+  const int32_t* order = nullptr;  // of blocks: the input of each column; null: the columns are in the order of the inputs
 
   size_t row_bytes() const {
     const Layout& it = layout_of(format);
@@ -46,7 +48,8 @@ class PackedLinear : public Linear {
  public:
   PackedLinear() = default;
   // `unit`: inputs are padded to a multiple of it, which may be 16 for float32 and bfloat16; `even`: the number of panels is.
-  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased, int unit = INPUTS, bool even = true) {
+  // `group_`: inputs of float8 that share a scale.
+  PackedLinear(Kind kind_, int outputs_, int inputs_, bool biased, int unit = INPUTS, bool even = true, int group_ = 0) {
     kind = kind_, outputs = outputs_, inputs = inputs_;
     padded = (inputs + unit - 1) / unit * unit;
     panels = (outputs + LANES - 1) / LANES;
@@ -55,14 +58,17 @@ class PackedLinear : public Linear {
       case Kind::float32: panel_bytes = size_t(padded) * LANES * 4; break;
       case Kind::float16:
       case Kind::bfloat16: panel_bytes = size_t(padded) * LANES * 2; break;
+      case Kind::float8:
       case Kind::int8: panel_bytes = size_t(padded) * LANES; break;
       case Kind::blocks: break;
     }
     const size_t most = size_t(panels) * LANES;
     weights_ = Memory(panels * panel_bytes, true);
     data = weights_.as<uint8_t>();
-    rest_ = Memory(most * (kind == Kind::int8 ? 12 : 4), false);
+    group = group_;
+    rest_ = Memory(most * (kind == Kind::int8 ? 12 : 4 + 4 * groups()), false);
     if (biased) bias = rest_.as<float>();
+    if (kind == Kind::float8) scales = rest_.as<float>() + most;
     if (kind == Kind::int8) {
       scales = rest_.as<float>() + most;
       zeros = rest_.as<int32_t>() + 2 * most;
@@ -88,6 +94,7 @@ class PackedLinear : public Linear {
       case Kind::float32: return count * 4;
       case Kind::float16:
       case Kind::bfloat16: return count * 2;
+      case Kind::float8: return count + outputs * groups() * 4;
       case Kind::int8: return count + size_t(outputs) * 4;
       default: return weights_.bytes();
     }
@@ -97,8 +104,9 @@ class PackedLinear : public Linear {
   void fill(const Array& weight, int first, int step_panels, int phase, int begin, int end) {
     std::vector<float> row(padded, 0.0f);
     for (int r = begin; r < end; r++) {
-      if (kind == Kind::blocks && weight.type == Array::Type::blocks) {
-        set_blocks(place(r, first, step_panels, phase), weight.row(r));
+      if (weight.type == Array::Type::blocks && (kind == Kind::blocks || kind == Kind::float8)) {
+        const int o = place(r, first, step_panels, phase);
+        kind == Kind::blocks ? set_blocks(o, weight.row(r)) : set_eighths(o, weight.row(r), weight.format);
         continue;
       }
       weight.read(r, row.data());
@@ -128,6 +136,7 @@ class PackedLinear : public Linear {
       }
       case Kind::int8: set_bytes(o, panel + lane * 4, row); break;
       case Kind::blocks: quantize(o, row); break;
+      case Kind::float8: throw std::logic_error("a float8 linear is set from blocks");
     }
   }
 
@@ -196,6 +205,17 @@ class PackedLinear : public Linear {
     for (int unit = 0; unit < inputs / it.unit; unit++) set_block(o, unit, read_block(format, row + unit * it.block_bytes));
   }
 
+  size_t groups() const { return group ? size_t(inputs + group - 1) / group : 0; }  // of inputs that share a scale
+
+  // Sets the weights of output `o` of float8 from blocks.
+  void set_eighths(int o, const uint8_t* row, Format format) {
+    uint8_t* out = data + (o / LANES) * panel_bytes + o % LANES;
+    for (size_t g = 0; g < groups(); g++, row += layout_of(format).block_bytes) {
+      std::memcpy(scales + ((o / LANES) * groups() + g) * LANES + o % LANES, row, 4);
+      for (int k = 0; k < group; k++, out += LANES) *out = row[4 + k];
+    }
+  }
+
   // A scale and an offset for each 32 inputs (ZeroQuant, arXiv 2206.01861, section 4.1), as q4_1.
   void quantize(int o, const float* row) {
     for (int unit = 0; unit < inputs / CHUNK; unit++, row += CHUNK) {
@@ -214,6 +234,9 @@ class PackedLinear : public Linear {
 
   Memory weights_, rest_;
   std::vector<Panel> panels_;  // of blocks
+
+ public:
+  std::vector<int32_t> order;  // of the inputs, for each column of the weights; empty: their own
 };
 
 }  // namespace outrider

@@ -40,10 +40,16 @@ PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, in
   const auto all = [&](Array::Type it) {
     return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return piece.weight.type == it; });
   };
+  const auto eighths = [&](const Piece& piece) { return is_float8(piece.weight.format); };
+  const Array& first = pieces[0].weight;
   Kind kind = type.kind;
   if (type.stored) {
     kind = Kind::float32;
-    if (all(Array::Type::blocks)) kind = Kind::blocks;
+    if (all(Array::Type::blocks)) {
+      const auto same = [&](const Piece& piece) { return piece.weight.format == first.format; };
+      if (std::none_of(pieces.begin(), pieces.end(), eighths)) kind = Kind::blocks;
+      else if (std::all_of(pieces.begin(), pieces.end(), same)) kind = Kind::float8;
+    }
     if (all(Array::Type::bfloat16)) kind = Kind::bfloat16;
     if (all(Array::Type::float16)) kind = Kind::float16;
   }
@@ -61,8 +67,12 @@ PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, in
     }
     linear = PackedLinear(formats, outputs, inputs, biased);
   } else {
-    linear = PackedLinear(kind, outputs, inputs, biased);
+    linear = PackedLinear(kind, outputs, inputs, biased, INPUTS, true, kind == Kind::float8 ? layout_of(first.format).unit : 0);
   }
+  for (const Piece& piece : pieces)
+    if (!first.order != !piece.weight.order || (first.order && !std::equal(first.order, first.order + inputs, piece.weight.order)))
+      throw std::invalid_argument("weights of a linear that have their inputs in different orders");
+  if (first.order) linear.order.assign(first.order, first.order + inputs);
   for (const Piece& piece : pieces) fill(linear, piece);
   return linear;
 }
@@ -389,13 +399,23 @@ void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t
   const bool apart = rows_ <= APART;
   uint8_t* memory = (apart ? workers_[thread].tile : shared_tile_).of<uint8_t>(0);
   const int tiles = tiles_of(linear, rows);
+  const std::vector<int32_t>& order = linear.order;
+  std::vector<float>& ordered = workers_[thread].ordered;  // a row, and the norm's weights
+  const auto put = [&](const float* from, float* to) {
+    for (int32_t input : order) *to++ = from[input];
+  };
+  if (!order.empty()) {
+    ordered.assign(2 * size_t(linear.padded), 0.0f);
+    if (norm) put(norm, ordered.data() + linear.padded), norm = ordered.data() + linear.padded;
+  }
   int first;
   for (int index = 0; index < tiles; index++) {
     const Tile tile = tile_at(linear, memory, rows, index, &first);
     for (int row = 0; row < tile.rows; row++) {
       if (!apart && (first + row) % pool_.size() != thread) continue;
-      const int source = chosen ? chosen[first + row] : first + row;
-      kernels_.pack(linear.kind, x + source * stride, norm, linear.inputs, linear.padded, shape_.eps, tile, row);
+      const float* source = x + (chosen ? chosen[first + row] : first + row) * stride;
+      if (!order.empty()) put(source, ordered.data()), source = ordered.data();
+      kernels_.pack(linear.kind, source, norm, linear.inputs, linear.padded, shape_.eps, tile, row);
     }
   }
   if (!apart) pool_.meet(thread);

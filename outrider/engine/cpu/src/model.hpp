@@ -116,6 +116,7 @@ class Model {
     Scratch tile, attention;
     std::vector<int32_t> more;
     std::vector<const float*> added;  // what adapters add to the rows of a linear
+    std::vector<float> ordered;       // inputs in the order of a linear's weights
   };
   // Rows of a pass that have the same adapter.
   struct Adapted {

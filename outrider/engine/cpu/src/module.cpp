@@ -120,17 +120,29 @@ Format format_named(const char* name) {
   throw std::invalid_argument(std::string("no format of blocks is named ") + name);
 }
 
-// The blocks of a weight: the name of their format, and bytes, a row of them for each of the weight's.
+// The blocks of a weight: the name of their format, and bytes, a row of them for each of the weight's. Columns that are not in the
+// order of the inputs have the number of each one's input beside them.
 Array in_blocks(Buffers& held, PyObject* object) {
   const char* name;
-  PyObject* bytes;
-  if (!PyArg_ParseTuple(object, "sO", &name, &bytes)) throw PythonError();
+  PyObject *bytes, *order = nullptr;
+  if (!PyArg_ParseTuple(object, "sO|O", &name, &bytes, &order)) throw PythonError();
   held.push_back(std::make_unique<Buffer>(bytes, false));
   const Buffer& buffer = *held.back();
   const Format format = format_named(name);
   const Layout& layout = layout_of(format);
   if (buffer.dimensions() != 2 || buffer.size(1) % layout.block_bytes) throw std::invalid_argument("blocks are rows of bytes");
-  return {Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, format};
+  Array it{Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, format};
+  if (order) {
+    held.push_back(std::make_unique<Buffer>(order, false));
+    it.order = held.back()->as<int32_t>('i', it.columns);
+    std::vector<bool> seen(size_t(it.columns), false);
+    for (int64_t column = 0; column < it.columns; column++) {
+      const int32_t input = it.order[column];
+      if (input < 0 || input >= it.columns || seen[size_t(input)]) throw std::invalid_argument("an order names each input once");
+      seen[size_t(input)] = true;
+    }
+  }
+  return it;
 }
 
 // A weight of that shape; without data for None.

@@ -1,11 +1,12 @@
-// The quantized types of GGUF files, as the kernels read them.
+// The quantized types of GGUF files and of the hub's checkpoints, as the kernels read them.
 //
-// A file has rows of blocks. A panel has the blocks of 16 outputs side by side in units: first the scales of all outputs, then for
+// A weight comes in rows of blocks. A panel has the blocks of 16 outputs side by side in units: first the scales of all outputs, then for
 // each 32 inputs the codes of all outputs, as many bits as in the file. The value of an input is
 //
 //     scale * (code - zero) + offset,   or   scale * table[code]
 //
-// and groups of 16 or 32 inputs share scale and offset.
+// and groups of 16 or 32 inputs share scale and offset. Those of fp8 are numbers themselves, and have panels of their own: see
+// Kind::float8.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +14,15 @@
 
 namespace outrider {
 
-enum class Format : uint8_t { q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4 };
-constexpr int FORMATS = 13;
+enum class Format : uint8_t {
+  q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4,
+  int4_128, int4_64, int4_32, int8_128, int8_32, nvfp4_256, nvfp4_64, fp8_128, fp8_32,  // of the hub, by the inputs of a block
+};
+constexpr int FORMATS = 22;
 constexpr int CHUNK = 32;      // inputs whose codes lie together, and which have a scale of their own in a tile
 constexpr int MOST_UNIT = 256;  // inputs of a unit
 
-// What a unit has beside its codes, each for 16 outputs. d and m are of 16 bits, words of 32.
+// What a unit has beside its codes, each for 16 outputs. d and m are of 16 bits, words and floats of 32.
 enum class Scales : uint8_t {
   d,      // d: the scale
   d_m,    // d and m: scale and offset
@@ -28,6 +32,9 @@ enum class Scales : uint8_t {
   s6,     // d, 3 words: the lower 4 bits of 8 a, of 8 others, and the upper bits of all. Scale d (a - 32)
   x6,     // d, a word: the lower 4 bits of all a, and 16 bits: their upper ones. Scale d (a - 32)
   s8,     // d, 4 words of bytes a. Scale d (a - 128)
+  zero,   // a float, and a byte: the scale, and 128 more than the code of zero
+  e4m3,   // a float, and a number in E4M3 for each group, whose product is the scale for twice the values of the type
+  plain,  // a float: the scale
 };
 
 struct Layout {
@@ -58,12 +65,23 @@ constexpr Layout LAYOUTS[FORMATS] = {
     {"iq4_nl", 32, 18, 32, 4, 0, 0, Scales::d, IQ4_VALUES},
     {"iq4_xs", 256, 136, 32, 4, 0, 0, Scales::x6, IQ4_VALUES},
     {"mxfp4", 32, 17, 32, 4, 0, 0, Scales::power, FP4_VALUES},
+    {"int4_128", 128, 69, 32, 4, 0, 0, Scales::zero, nullptr},
+    {"int4_64", 64, 37, 32, 4, 0, 0, Scales::zero, nullptr},
+    {"int4_32", 32, 21, 32, 4, 0, 0, Scales::zero, nullptr},
+    {"int8_128", 128, 133, 32, 8, 0, 0, Scales::zero, nullptr},
+    {"int8_32", 32, 37, 32, 8, 0, 0, Scales::zero, nullptr},
+    {"nvfp4_256", 256, 148, 16, 4, 0, 0, Scales::e4m3, FP4_VALUES},
+    {"nvfp4_64", 64, 40, 16, 4, 0, 0, Scales::e4m3, FP4_VALUES},
+    {"fp8_128", 128, 132, 128, 8, 0, 0, Scales::plain, nullptr},
+    {"fp8_32", 32, 36, 32, 8, 0, 0, Scales::plain, nullptr},
 };
 
 constexpr const Layout& layout_of(Format format) { return LAYOUTS[int(format)]; }
 
-constexpr int scale_bytes(Scales scales) {  // of a unit
-  switch (scales) {
+constexpr bool is_float8(Format format) { return layout_of(format).scales == Scales::plain; }
+
+constexpr int scale_bytes(const Layout& it) {  // of a unit
+  switch (it.scales) {
     case Scales::d: return 32;
     case Scales::d_m: return 64;
     case Scales::power: return 16;
@@ -72,12 +90,15 @@ constexpr int scale_bytes(Scales scales) {  // of a unit
     case Scales::s6: return 32 + 192;
     case Scales::x6: return 32 + 32 + 64;
     case Scales::s8: return 32 + 256;
+    case Scales::zero: return 64 + 16;
+    case Scales::e4m3: return 64 + it.unit / it.group * 16;
+    case Scales::plain: return 64;
   }
   return 0;
 }
 
 constexpr int chunk_bytes(const Layout& it) { return (it.low + it.high) * 64; }
-constexpr int unit_bytes(const Layout& it) { return scale_bytes(it.scales) + it.unit / CHUNK * chunk_bytes(it); }
+constexpr int unit_bytes(const Layout& it) { return scale_bytes(it) + it.unit / CHUNK * chunk_bytes(it); }
 constexpr bool keeps_bytes() {  // a unit is as large as the blocks of its outputs
   for (const Layout& it : LAYOUTS)
     if (unit_bytes(it) != 16 * it.block_bytes) return false;

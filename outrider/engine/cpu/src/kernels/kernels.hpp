@@ -35,8 +35,8 @@ constexpr int BLOCK = 64;       // neighbouring bytes of a row of a tile; inputs
 constexpr int INPUTS = 64;      // inputs are padded to a multiple of this
 constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product needs unsigned ones
 
-enum class Kind { float32, float16, bfloat16, int8, blocks };
-constexpr int KINDS = 5;
+enum class Kind { float32, float16, bfloat16, float8, int8, blocks };
+constexpr int KINDS = 6;
 
 // A panel of a linear in blocks: outputs of one format.
 struct Panel {
@@ -45,8 +45,8 @@ struct Panel {
 };
 
 // A linear layer, y = x W' + b, packed in panels of 16 outputs. For each step of inputs a panel has 4 bytes of each of its 16
-// outputs side by side: one float32, a pair of bfloat16 or four int8; of float16 2 bytes. The panels of a linear in blocks may have
-// several formats.
+// outputs side by side: one float32, a pair of bfloat16 or four int8; of float16 2 bytes, of float8 (E4M3) one. The panels of a linear
+// in blocks may have several formats.
 struct Linear {
   Kind kind = Kind::float32;
   int outputs = 0, inputs = 0;  // of the model
@@ -56,7 +56,8 @@ struct Linear {
   size_t ahead = 0;  // bytes of a panel that are prefetched from memory before their use; 0: a cache holds the weights
   uint8_t* data = nullptr;
   const Panel* blocks = nullptr;  // of blocks: [panels]
-  float* scales = nullptr;   // int8: [panels * 16]
+  float* scales = nullptr;   // int8: [panels * 16]; float8: [panels, groups of inputs, 16]
+  int group = 0;             // float8: inputs that share a scale
   int32_t* zeros = nullptr;  // int8: [panels * 16], 128 times the sum of an output's codes
   float* bias = nullptr;     // [panels * 16]; null: none
 };
@@ -204,6 +205,9 @@ inline float half_value(uint16_t bits) {  // float16 to float32
   if (magnitude < 0x400) value = (sign ? -1.0f : 1.0f) * float(magnitude) * 0x1p-24f;
   return value;
 }
+
+// E4M3 to float32; the pattern of what is no number is the largest one.
+inline float float8_value(uint8_t bits) { return half_value(uint16_t((bits & 0x80) << 8 | (bits & 0x7f) << 7)) * 256.0f; }
 
 inline uint16_t half_bits(float value) {  // float32 to float16, to the nearest, ties to even; beyond its range infinite
   uint32_t bits;

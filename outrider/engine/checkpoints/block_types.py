@@ -1,4 +1,8 @@
-"""The types of tensors in GGUF files: blocks of a few values with a common scale; and their values in float32."""
+"""The types of tensors in GGUF files, and of quantized ones on the hub: blocks of a few values with a common scale.
+
+The hub's formats keep codes, scales and zeros as tensors of their own; see `quantized`. In memory they are blocks, too,
+of types that no file has: their names end in the values of a block.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class BlockType(NamedTuple):
     """A type of tensors."""
 
     name: str  # in lower case
-    number: int  # in the format
+    number: int | None  # in GGUF files; None: there are none of it
     values: int  # of a block
     bytes: int  # of a block
     nearest: str = ""  # of a type that is recognised and not served: the served one that is most like it
@@ -73,7 +77,26 @@ TYPES = {
 }
 NUMBERS = {it.number: it for it in TYPES.values()}
 SERVED = tuple(name for name, it in TYPES.items() if not it.nearest)
-QUANTIZED = tuple(name for name in SERVED if not TYPES[name].plain)
+QUANTIZED = tuple(name for name in SERVED if not TYPES[name].plain)  # of GGUF files
+HUB = {
+    it.name: it
+    for it in (
+        # A scale in float32, a byte that is 128 more than the code of zero, and codes.
+        BlockType("int4_128", None, 128, 69),
+        BlockType("int4_64", None, 64, 37),
+        BlockType("int4_32", None, 32, 21),
+        BlockType("int8_128", None, 128, 133),
+        BlockType("int8_32", None, 32, 37),
+        # Half of a factor in float32, a scale in E4M3 for each 16 values, and codes in E2M1.
+        BlockType("nvfp4_256", None, 256, 148),
+        BlockType("nvfp4_64", None, 64, 40),
+        # A scale in float32, and values in E4M3.
+        BlockType("fp8_128", None, 128, 132),
+        BlockType("fp8_32", None, 32, 36),
+    )
+}
+IN_BLOCKS = (*QUANTIZED, *HUB)
+TYPES |= HUB
 
 
 def check_served(name: str, where: str) -> None:
@@ -224,6 +247,48 @@ def _mxfp4(blocks: Bytes) -> Floats:
     return halves * _FP4[_nibbles(blocks[:, 1:])]
 
 
+def _float(blocks: Bytes) -> Floats:
+    """Return the number in float32 at the begin of each block: [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, :4]).view(np.float32)
+
+
+def _codes(packed: Bytes) -> Bytes:
+    """Return codes of four bits, 16 in the lower halves of 16 bytes and 16 in their upper ones: [blocks, 2 n]."""
+    return _nibbles(packed.reshape(len(packed), -1, 16)).reshape(len(packed), -1)
+
+
+def _above_zero(blocks: Bytes, codes: NDArray[np.int16]) -> Floats:
+    zero = blocks[:, 4:5].astype(np.int16) - np.int16(128)
+    return _float(blocks) * (codes - zero).astype(np.float32)
+
+
+def _int4(blocks: Bytes) -> Floats:
+    return _above_zero(blocks, _codes(blocks[:, 5:]).astype(np.int16))
+
+
+def _int8(blocks: Bytes) -> Floats:
+    return _above_zero(blocks, blocks[:, 5:].view(np.int8).astype(np.int16))
+
+
+def float8(bits: Bytes) -> Floats:
+    """Return numbers in E4M3 (arXiv 2209.05433, section 3), all of whose patterns are finite here."""
+    halves = (bits & np.uint8(127)).astype(np.uint16) << np.uint16(7) | (bits & np.uint8(128)).astype(
+        np.uint16
+    ) << np.uint16(8)
+    return halves.view(np.float16).astype(np.float32) * np.float32(256)
+
+
+def _nvfp4(blocks: Bytes) -> Floats:
+    groups = (blocks.shape[1] - 4) // 9
+    factor = _float(blocks) * float8(blocks[:, 4 : 4 + groups])
+    values = _FP4[_codes(blocks[:, 4 + groups :])].reshape(len(blocks), groups, 16)
+    return factor[..., None] * values
+
+
+def _fp8(blocks: Bytes) -> Floats:
+    return _float(blocks) * float8(blocks[:, 4:])
+
+
 _PLAIN: dict[str, Callable[[Bytes], Floats]] = {
     "f32": lambda rows: rows.view(np.float32),
     "f16": lambda rows: rows.view(np.float16).astype(np.float32),
@@ -243,4 +308,13 @@ _BLOCKS: dict[str, Callable[[Bytes], Floats]] = {
     "iq4_nl": _iq4_nl,
     "iq4_xs": _iq4_xs,
     "mxfp4": _mxfp4,
+    "int4_128": _int4,
+    "int4_64": _int4,
+    "int4_32": _int4,
+    "int8_128": _int8,
+    "int8_32": _int8,
+    "nvfp4_256": _nvfp4,
+    "nvfp4_64": _nvfp4,
+    "fp8_128": _fp8,
+    "fp8_32": _fp8,
 }
