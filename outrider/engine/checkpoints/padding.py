@@ -42,6 +42,7 @@ from outrider.engine.checkpoints.checkpoint import (
     read_config,
 )
 from outrider.engine.checkpoints.model_card import SAME, weights_digest
+from outrider.engine.checkpoints.quantized.method import KEY
 from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_float32, as_tensor
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.errors import CheckpointError
@@ -164,8 +165,8 @@ def pad_checkpoint(
         except OSError as error:
             raise CheckpointError(f"{destination}: cannot be written ({error}); is the disk full?") from None
         raw = config_json(source)
-        for per_layer in ("layer_types", "max_window_layers"):
-            raw.pop(per_layer, None)
+        for other in ("layer_types", "max_window_layers", KEY):  # of each layer; the values are written dequantized
+            raw.pop(other, None)
         raw.update(
             hidden_size=new.width,
             num_hidden_layers=new.layers,

@@ -39,20 +39,24 @@ _AT_A_TIME = 1 << 20  # values that are dequantized at a time
 
 
 class TensorSource(Protocol):
-    """A tensor that can be read from its file, or from several parts there."""
+    """A tensor that can be read from its file, or from several parts there.
+
+    `file`: the one that errors name; `dtype`, `kind`: the name of its type in upper and in lower case; `bytes`: those
+    that are read for all of it; `order`: the input of each column of a matrix, None where they are in order.
+    """
 
     @property
-    def file(self) -> Content: ...  # that errors name
+    def file(self) -> Content: ...
     @property
-    def dtype(self) -> str: ...  # as the format names it, in upper case
+    def dtype(self) -> str: ...
     @property
-    def kind(self) -> str: ...  # the same in lower case
+    def kind(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def bytes(self) -> int: ...  # that reading all of it reads
+    def bytes(self) -> int: ...
     @property
-    def order(self) -> NDArray[np.int32] | None: ...  # of a matrix, the input of each column; None: they are in order
+    def order(self) -> NDArray[np.int32] | None: ...
 
     def read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from outrider import _native
+from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.settings import EngineSettings
@@ -45,6 +46,14 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
     assert np.array_equal(logits(load(tmp_path / "m", dtype="float32")), logits(exact))
 
 
+def test_a_padded_model_has_the_same_logits(tmp_path: Path) -> None:
+    write(tmp_path / "m", LAYOUTS["awq-64"])
+    exact = logits(load(tmp_path / "m", dtype="float32"))
+    pad_checkpoint(tmp_path / "m", tmp_path / "padded", parameters=6_000_000)
+    padded = logits(load_engine(tmp_path / "padded", dtype="float32", slots=1, rows=100))
+    assert np.abs(padded - exact).max() < 1e-4
+
+
 @pytest.mark.parametrize("instructions", _native.instruction_sets())
 @pytest.mark.parametrize("name", ["packed-asymmetric", "gptq-desc-act", "int8-outputs", "fp8-blocks", "nvfp4-modelopt"])
 def test_a_tokens_bits_are_the_same_in_every_batch(name: str, instructions: str, tmp_path: Path) -> None:
@@ -52,16 +61,19 @@ def test_a_tokens_bits_are_the_same_in_every_batch(name: str, instructions: str,
     assert_invariant(load(tmp_path / "m", instructions=instructions), nodes=37)
 
 
-@pytest.mark.parametrize("name", ["awq-128", "fp8-blocks", "gptq-desc-act"])
+def is_quantized(name: str) -> bool:
+    return name not in ("self_attn.k_proj", "mlp.up_proj")
+
+
+def test_the_weights_of_a_product_have_one_order_of_inputs(tmp_path: Path) -> None:
+    write(tmp_path / "m", SORTED, quantized=is_quantized)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight and .*k_proj.weight have their inputs in different"):
+        load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["awq-128", "fp8-blocks"])
 def test_a_weight_that_is_not_quantized_may_lie_beside_others(name: str, tmp_path: Path) -> None:
-    plain = ("self_attn.k_proj", "mlp.up_proj")
-    values = write(tmp_path / "m", LAYOUTS[name], quantized=lambda it: it not in plain)
-    if name == "gptq-desc-act":  # the weights of one product have one order of inputs
-        with pytest.raises(
-            CheckpointError, match=r"q_proj.weight and .*k_proj.weight have their inputs in different orders"
-        ):
-            load(tmp_path / "m")
-        return
+    values = write(tmp_path / "m", LAYOUTS[name], quantized=is_quantized)
     check_close(logits(load(tmp_path / "m")), logits(load(write_values(tmp_path / "exact", values), dtype="float32")))
 
 

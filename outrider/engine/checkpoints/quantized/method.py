@@ -14,7 +14,7 @@ SERVED = (
     "awq (4 bits, gemm), gptq (4 or 8 bits), compressed-tensors (int4, int8, FP8, NVFP4, MXFP4), fp8, fbgemm_fp8, "
     "modelopt (FP8, NVFP4)"
 )
-_NEAREST = {  # that is served, of what is not
+_NEAREST = {  # the served method that is most like each of these
     "auto-round": "gptq",
     "bitsandbytes": "compressed-tensors in int8 or int4",
     "eetq": "compressed-tensors in int8",

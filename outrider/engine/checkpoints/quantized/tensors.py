@@ -77,7 +77,7 @@ class _Parts:
         self._stored = stored
 
     def get(self, *suffixes: str) -> StoredTensor | None:
-        """Return the tensor with the first of these suffixes that there is."""
+        """Return the tensor with the first of these suffixes; None: the weight has none of them."""
         return next((it for name in suffixes if (it := self._stored.get(f"{self.stem}.{name}"))), None)
 
     def need(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> StoredTensor:
@@ -109,7 +109,7 @@ class _Parts:
 
 
 def _quantized(parts: _Parts, suffix: str, method: Method) -> QuantizedTensor | None:
-    """Return a weight by the tensors that there are; None: it is not quantized."""
+    """Return a weight by the tensors that it has; None: it is not quantized."""
     it = parts.get(suffix)
     assert it is not None
     if suffix == "qweight":
