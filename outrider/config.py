@@ -191,9 +191,7 @@ class WorkerConfig(GrpcConfig):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    dtype: WeightType = (
-        "auto"  # a quantized target is another target; auto: bfloat16, or as the checkpoint is quantized
-    )
+    dtype: WeightType = "auto"  # another type is another target; auto: bfloat16, or as a checkpoint is quantized
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
     lookup: Literal[LookupMethod, "lookahead"] | None = None  # drafts in the verifier itself
     store: Path | None = None  # corpus for `lookup`, made by `outrider index`

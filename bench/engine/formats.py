@@ -1,11 +1,11 @@
 """Quantized types: passes, prompts and whole texts of our engine and of llama.cpp, over the same files.
 
-The model is a GGUF file that other people made, as it is and padded to the sizes of real models; llama.cpp itself
-quantizes the padded ones.
+The model is a GGUF file that other people made, as it is and padded to the sizes of real models.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,14 +17,17 @@ from tempfile import TemporaryDirectory
 
 from bench.engine.passes import LLAMA_CPP, OURS, ROUNDS, PassSource, PassTime, multiplied_weights, pass_limit_s
 from bench.engine.roofline import measure
-from bench.options import SEED, BenchOptions, padded_model, parameters_of
-from bench.peers.llama_cpp import llama_files, quantize, rows_of_worker
-from bench.rows.cluster import ClusterRow, running
+from bench.options import SEED, BenchOptions, parameters_of
+from bench.peers.llama_cpp import llama_files, rows_of_worker
+from bench.rows.cluster import BenchCluster, ClusterRow, running
+from bench.rows.processes import resident_mb
 from bench.rows.requests import BenchRequest
 from bench.rows.row import worker
-from outrider.engine.checkpoints.gguf.writer import write_gguf
+from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
+from outrider.hub import Mixture
 
-TYPES = ("Q4_K_M", "Q4_0", "Q8_0")  # of padded models
+TYPES: tuple[Mixture, ...] = ("Q4_K_M", "Q4_0", "Q8_0")  # of padded models; of large ones the first alone
+LARGE = 2_000_000_000  # parameters
 ROWS = (1, 4, 8, 16)
 PROMPT = 1000  # tokens
 TEXT = "Write a short story about a lighthouse keeper and his dog."
@@ -49,12 +52,21 @@ class FormatSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatStart:
+    """The start of a verifier of a file that is in memory already."""
+
+    seconds: float  # until it is ready
+    above_file_mb: float  # its memory then, without as many bytes as the file has
+
+
+@dataclass(frozen=True, slots=True)
 class FormatResults:
     """What the suite measured."""
 
     passes: Sequence[PassTime]
     prompts: Sequence[FormatSpeed]
     texts: Sequence[FormatSpeed]
+    start: FormatStart | None
 
 
 async def measure_formats(options: BenchOptions, file: Path, target: int | None, report: Progress) -> FormatResults:
@@ -64,6 +76,7 @@ async def measure_formats(options: BenchOptions, file: Path, target: int | None,
     passes: list[PassTime] = []
     prompts: list[FormatSpeed] = []
     texts: list[FormatSpeed] = []
+    start = None
     async with files(options, file, target, lambda what: report(f"{title}: {what}")) as found:
         for dtype, path in found.items():
             async with sources(options, dtype, path) as both:
@@ -73,8 +86,9 @@ async def measure_formats(options: BenchOptions, file: Path, target: int | None,
         if target is not None:
             dtype, path = next(iter(found.items()))
             report(f"{title}, {dtype}: texts")
-            texts += await _texts(options, size, dtype, path, file)
-    return FormatResults(passes, prompts, texts)
+            found_texts, start = await _texts(options, size, dtype, path, file)
+            texts += found_texts
+    return FormatResults(passes, prompts, texts, start)
 
 
 @asynccontextmanager
@@ -86,16 +100,11 @@ async def files(
         yield {file.stem.rpartition(".")[2]: file}
         return
     with TemporaryDirectory(prefix="outrider-formats-") as scratch:
-        whole = Path(scratch) / "whole.gguf"
-        report("padding the model")
-        async with padded_model(file, target) as folder:
-            write_gguf(folder, whole, lambda name, shape: "bf16", tokenizer=file, threads=options.threads)
-        found = {}
-        for kind in TYPES:
-            report(f"quantizing it to {kind}")
+        found: dict[str, Path] = {}
+        for kind in TYPES if target <= LARGE else TYPES[:1]:
+            report(f"padding the model and quantizing it to {kind}")
             found[kind] = Path(scratch) / f"{kind}.gguf"
-            await quantize(whole, found[kind], kind, options.threads)
-        whole.unlink()
+            await asyncio.to_thread(pad_to_gguf, file, found[kind], kind, target, options.threads)
         yield found
 
 
@@ -159,7 +168,9 @@ async def _prompts(options: BenchOptions, size: int, both: Sequence[PassSource])
     return [FormatSpeed(size, both[0].dtype, engine, tuple(speeds)) for engine, speeds in found.items()]
 
 
-async def _texts(options: BenchOptions, size: int, dtype: str, path: Path, drafter: Path) -> list[FormatSpeed]:
+async def _texts(
+    options: BenchOptions, size: int, dtype: str, path: Path, drafter: Path
+) -> tuple[list[FormatSpeed], FormatStart]:
     """Measure texts at temperature 1: a cluster whose drafter is the file itself, and llama.cpp's rows with it."""
     from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer
 
@@ -167,6 +178,7 @@ async def _texts(options: BenchOptions, size: int, dtype: str, path: Path, draft
     found: dict[str, list[float]] = {}
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running(options.cluster(path, drafter=drafter)))
+        start = await _started_again(cluster, path)
         rows = [ClusterRow("plain", cluster, "off"), ClusterRow(DISTRIBUTED, cluster, None)]
         if options.llama_cpp:
             both = {"--target": path, "--draft": drafter}
@@ -180,7 +192,14 @@ async def _texts(options: BenchOptions, size: int, dtype: str, path: Path, draft
                 sample = await row.generate(BenchRequest(prompt, 1.0, SEED + 1 + number, options.max_tokens))
                 found.setdefault(row.name, []).append(sample.tokens_per_s)
             rows.reverse()
-    return [FormatSpeed(size, dtype, row, tuple(speeds)) for row, speeds in found.items()]
+    return [FormatSpeed(size, dtype, row, tuple(speeds)) for row, speeds in found.items()], start
+
+
+async def _started_again(cluster: BenchCluster, path: Path) -> FormatStart:
+    """Start the verifier again, now that the file is in memory."""
+    name = "verifier-0"
+    seconds = await cluster.restart(name)
+    return FormatStart(seconds, resident_mb(cluster.pids()[name]) - os.stat(path).st_size / 1e6)
 
 
 def formats_line(results: Sequence[FormatResults]) -> str:

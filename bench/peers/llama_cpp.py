@@ -165,18 +165,6 @@ async def llama_files(
         yield started
 
 
-async def quantize(source: Path, destination: Path, kind: str, threads: int, folder: Path = FOLDER) -> None:
-    """Write a GGUF file in another type, as "Q4_K_M". Raises Unavailable when that fails."""
-    script = (
-        "import sys, llama_cpp.llama_cpp as it; p = it.llama_model_quantize_default_params();"
-        "p.ftype, p.nthread = getattr(it, 'LLAMA_FTYPE_MOSTLY_' + sys.argv[3]), int(sys.argv[4]);"
-        "sys.exit(it.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
-    )
-    command = (str(folder / "env" / "bin" / "python"), "-P", "-c", script)
-    arguments = (str(source), str(destination), kind, str(threads))
-    await output(f"llama.cpp cannot write {kind}", *command, *arguments, environment=_environment(folder))
-
-
 def _environment(folder: Path) -> dict[str, str]:
     """Return the environment in which the bindings find the library, and threads wait as in other rows
     (`outrider.fleet.process_env.set_variables`)."""

@@ -56,6 +56,12 @@ def print_tables(screen: Console, results: BenchResults) -> None:
         screen.print(_speeds(result.prompts, f"prompts of {PROMPT} tokens"))
         if result.texts:
             screen.print(_speeds(result.texts, "texts at temperature 1"))
+        if result.start:
+            screen.print(
+                f"a verifier of the first type is ready after {result.start.seconds:.1f} s, and takes "
+                f"{result.start.above_file_mb:.0f} MB more than its file",
+                markup=False,
+            )
     for line in results.gpu:
         screen.print(line, markup=False, soft_wrap=True)
 

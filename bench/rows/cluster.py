@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -53,6 +56,15 @@ class BenchCluster:
         process = self._local.processes[name]
         await process.wait()
         await process.start(self.redis.url)
+
+    async def restart(self, name: str) -> float:
+        """Kill a server and start it again; return the seconds until it is ready. Raises the errors of LocalCluster."""
+        process = self._local.processes[name]
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        began = time.monotonic()
+        await process.start(self.redis.url)
+        return time.monotonic() - began
 
     async def describe(self) -> VerifierDescription:
         """Return the verifier's description."""

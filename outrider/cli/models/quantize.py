@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from outrider.cli.command import reported
+from outrider.hub import Mixture
 
 
 def quantize(
@@ -16,7 +17,7 @@ def quantize(
     ],
     destination: Annotated[Path, typer.Argument(help="File to write, whose name ends in .gguf.")],
     to: Annotated[
-        Literal["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"],
+        Mixture,
         typer.Option(help="Type of the weights; _M: with more bits where they count most."),
     ] = "Q4_K_M",
     tokenizer: Annotated[

@@ -46,7 +46,6 @@ from outrider.engine.checkpoints.quantized.method import KEY
 from outrider.engine.checkpoints.stored_tensors import ALL, STORED, as_float32, as_tensor
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.errors import CheckpointError
-from outrider.hub import is_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,22 +138,9 @@ def pad_checkpoint(
     `destination` is in use or cannot be written.
     """
     config = read_config(source)
-    if is_gguf(destination):
-        raise CheckpointError(f"{destination}: padding writes a folder, not a GGUF file; give a name without .gguf")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already; choose a folder that does not")
-    if shape is not None:
-        new: PaddedShape | None = known_shape(shape, config)
-    elif vocabulary is not None:
-        if vocabulary <= config.vocabulary:
-            raise CheckpointError(f"{source}: has a vocabulary of {config.vocabulary}; ask for more than {vocabulary}")
-        new = replace(PaddedShape.of(config), vocabulary=vocabulary)
-    else:
-        assert parameters is not None
-        new = choose_shape(config, parameters)
-    if new is None:
-        present = count_parameters(config, PaddedShape.of(config))
-        raise CheckpointError(f"{source}: has {present} parameters already; ask for more than {parameters}")
+    new = padded_shape(source, config, parameters, shape, vocabulary)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
         made = Path(scratch) / "checkpoint"
@@ -185,6 +171,23 @@ def pad_checkpoint(
         copy_tokenizer(source, made)
         os.replace(made, destination)
     return count_parameters(config, new)
+
+
+def padded_shape(
+    source: Path, config: ModelConfig, parameters: int | None, shape: str | None = None, vocabulary: int | None = None
+) -> PaddedShape:
+    """Return the shape that `pad_checkpoint` gives a model. Raises CheckpointError where the model does not fit."""
+    if shape is not None:
+        return known_shape(shape, config)
+    if vocabulary is not None:
+        if vocabulary <= config.vocabulary:
+            raise CheckpointError(f"{source}: has a vocabulary of {config.vocabulary}; ask for more than {vocabulary}")
+        return replace(PaddedShape.of(config), vocabulary=vocabulary)
+    assert parameters is not None
+    if (new := choose_shape(config, parameters)) is None:
+        present = count_parameters(config, PaddedShape.of(config))
+        raise CheckpointError(f"{source}: has {present} parameters already; ask for more than {parameters}")
+    return new
 
 
 def _write(padded: PaddedWeights, folder: Path) -> None:

@@ -62,6 +62,12 @@ class TensorSource(Protocol):
         """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError."""
 
 
+class ArraySource(Protocol):
+    """Tensors of a model, by name; see `StoredTensors.array`."""
+
+    def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]: ...
+
+
 class StoredTensors:
     """The tensors of some files. Memory holds only those that a caller keeps."""
 

@@ -36,6 +36,20 @@ FINEST = 2.0**-24 * 128 * 32  # a scale of six or eight bits is a multiple of a 
 ERRORS |= {"q4_k": 0.08, "q4_1": 0.08, "q4_0": 0.09}
 
 
+def test_a_padded_file_has_its_sources_logits(tmp_path: Path) -> None:
+    file = tmp_path / "padded.gguf"
+    command = ["pad", str(MODELS / "drafter"), str(file), "--parameters", "20M", "--to", "F32"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert read_config(file).layers > read_config(MODELS / "drafter").layers
+    tokens = np.arange(40)
+    settings = EngineSettings(dtype="float32", slots=1, rows=100)
+    found, expected = (CpuEngine.load(it, settings).forward([prompt(0, tokens)]) for it in (file, MODELS / "drafter"))
+    assert np.abs(found - expected).max() < 1e-3
+    wrong = CliRunner().invoke(app, ["pad", str(MODELS / "drafter"), str(file), "--vocabulary", "9000"])
+    assert wrong.exit_code == 2
+    assert "a GGUF file has the vocabulary" in wrong.output
+
+
 def quantized(kind: str, values: np.ndarray) -> np.ndarray:
     blocks = np.empty((len(values), TYPES[kind].row_bytes(values.shape[1])), np.uint8)
     _native.quantize(kind, values, blocks)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from outrider.engine.checkpoints.block_types import TYPES
-from outrider.engine.checkpoints.gguf.writer import KindOf
+from outrider.engine.checkpoints.checkpoint import Weights, read_config
+from outrider.engine.checkpoints.gguf.writer import KindOf, write_weights
 from outrider.engine.checkpoints.model_config import ModelConfig
+from outrider.engine.checkpoints.padding import PaddedWeights, padded_shape
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Types for rows that are no whole blocks of another one.
 _SHORTER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def pad_to_gguf(source: Path, destination: Path, to: str, parameters: int, threads: int | None = None) -> None:
+    """Write a padded checkpoint as a GGUF file in a mixture, without a copy in a larger type; see `pad_checkpoint`.
+
+    Raises CheckpointError.
+    """
+    config = read_config(source)
+    padded = PaddedWeights(Weights(source), config, padded_shape(source, config, parameters))
+    write_weights(padded, padded.config, destination, recipe(to, padded.config), source, threads)
 
 
 def recipe(name: str, config: ModelConfig) -> KindOf:

@@ -16,7 +16,7 @@ from outrider.engine.checkpoints.block_types import TYPES
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
-from outrider.engine.checkpoints.stored_tensors import as_float32
+from outrider.engine.checkpoints.stored_tensors import ArraySource, as_float32
 from outrider.engine.cpu.quantizing import quantized
 from outrider.engine.tensor_parallel.sharding import tensor_shapes
 from outrider.errors import CheckpointError
@@ -51,19 +51,34 @@ def write_gguf(
     threads: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write a checkpoint to `path`, atomically.
+    """Write a checkpoint to `path`, as `write_weights` does.
 
-    `kind_of` gives the types of matrices; vectors are float32. `tokenizer`: the checkpoint whose tokenizer and chat
-    template it gets; None: its own. A piece of one tensor at a time is in memory. Raises CheckpointError for a
-    checkpoint that is damaged, or cannot be said in the format; and for a file that cannot be written.
+    `tokenizer`: the checkpoint whose tokenizer and chat template it gets; None: its own. Raises CheckpointError, also
+    for a checkpoint that is damaged.
     """
-    config = read_config(source)
     weights = Weights(source, progress)
+    write_weights(weights, read_config(source), path, kind_of, source if tokenizer is None else tokenizer, threads)
+    weights.finish()
+
+
+def write_weights(
+    weights: ArraySource,
+    config: ModelConfig,
+    path: Path,
+    kind_of: KindOf,
+    tokenizer: Path,
+    threads: int | None = None,
+) -> None:
+    """Write a model to `path`, atomically, with the tokenizer and the chat template of a checkpoint.
+
+    `kind_of` gives the types of matrices; vectors are float32. A piece of one tensor at a time is in memory. Raises
+    CheckpointError for a model that cannot be said in the format, and for a file that cannot be written.
+    """
     tensors = []
     for name, shape in tensor_shapes(config, range(config.layers)).items():
         new = gguf_name(name)
         tensors.append(_Tensor(new, name, shape, kind_of(new, shape) if len(shape) > 1 else "f32"))
-    entries = shape_metadata(config) | tokenizer_metadata(source if tokenizer is None else tokenizer, config)
+    entries = shape_metadata(config) | tokenizer_metadata(tokenizer, config)
     divisors = rope_divisors(config)
     draft = path.with_name(f".{path.name}.part")
     try:
@@ -79,7 +94,6 @@ def write_gguf(
         raise CheckpointError(f"{path}: cannot be written ({error}); is the disk full?") from None
     finally:
         draft.unlink(missing_ok=True)
-    weights.finish()
 
 
 def shape_metadata(config: ModelConfig) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def _value(value: Any) -> bytes:
     return kind + struct.pack({bool: "<?", float: "<f", int: "<I"}[type(value)], value)
 
 
-def _rows(weights: Weights, config: ModelConfig, tensor: _Tensor) -> Iterator[NDArray[np.float32]]:
+def _rows(weights: ArraySource, config: ModelConfig, tensor: _Tensor) -> Iterator[NDArray[np.float32]]:
     """Yield a tensor's rows in float32, some at a time, in the order of the file."""
     turned = config.model_type in ("llama", "mistral") and tensor.source.split(".")[-2] in TURNED
     unit, columns = config.head_dim if turned else 1, tensor.shape[1:] or (1,)
