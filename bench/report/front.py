@@ -1,9 +1,12 @@
-"""`python -m bench.report.front RESULTS.json`: writes the table of the README from a run of the suite `rows`.
+"""`python -m bench.report.front RESULTS.json ...`: writes a table of the README, of the suite rows or formats.
 
     make bench-quick ARGS='--target 150M --target 400M --target 1B --save front'
     python -m bench.report.front bench/results/front.json
+    make bench ARGS='--suite formats --target 1B --save 1B'
+    make bench ARGS='--suite formats --target 8B --save 8B'
+    python -m bench.report.front bench/results/1B.json bench/results/8B.json
 
-The table's first line names the format of the results, when they were measured, of which revision, and on which
+A table's first line names the format of the results, when they were measured, of which revision, and on which
 processor; a test fails where the format is older than that of today's benchmarks.
 """
 
@@ -13,7 +16,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +26,7 @@ from bench.rows.processes import ROOT
 
 README = ROOT / "README.md"
 COMMAND = "make bench-quick ARGS='--target 150M --target 400M --target 1B'"
+FORMATS_COMMAND = "make bench ARGS='--suite formats --target 1B', then 8B"
 ROWS: Mapping[str, tuple[str, ...]] = {  # names in the table, and the rows of which the fastest is taken
     "transformers": ("transformers",),
     "transformers, assisted by the same drafter": ("assisted",),
@@ -39,7 +43,19 @@ def formats(page: str) -> list[int]:
     return [int(found) for found in _TABLE.findall(page)]
 
 
-def table(results: Mapping[str, Any]) -> str:
+def formats_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The table of quantized models, between its marks: of texts at temperature 1, by row and target."""
+    texts = [text for run in runs for entry in run["formats"] for text in entry["texts"]]
+    takes = [
+        {"row": text["row"], "target": text["target"], "temperature": 1.0, "tokens_per_s": speed}
+        for text in texts
+        for speed in text["tokens_per_s"]
+    ]
+    dtypes = "/".join(dict.fromkeys(text["dtype"] for text in texts))
+    return table({**runs[0], "takes": takes}, f"`{FORMATS_COMMAND}`, {dtypes}")
+
+
+def table(results: Mapping[str, Any], title: str = f"`{COMMAND}`") -> str:
     """The table, between its marks: medians of tokens a second, by row, target and temperature."""
     takes = results["takes"]
     columns = sorted({(take["target"], take["temperature"]) for take in takes})
@@ -48,13 +64,15 @@ def table(results: Mapping[str, Any]) -> str:
     when = f"{machine['when'][:10]}, {revision}, {machine['cpu']}, {machine['cores']} cores"
     lines = [
         f"<!-- figures: format {results.get('format', 1)}, {when} -->",
-        f"| `{COMMAND}` | {' | '.join(f'{_size(target)}, T = {temperature:g}' for target, temperature in columns)} |",
+        f"| {title} | {' | '.join(f'{_size(target)}, T = {temperature:g}' for target, temperature in columns)} |",
         "|---" * (len(columns) + 1) + "|",
     ]
     speeds: dict[tuple[str, int, float], list[float]] = defaultdict(list)
     for take in takes:
         speeds[take["row"], take["target"], take["temperature"]].append(take["tokens_per_s"])
     for name, rows in ROWS.items():
+        if not any((row, *column) in speeds for row in rows for column in columns):
+            continue
         cells = []
         for column in columns:
             fastest = max((median(speeds[row, *column]) for row in rows if (row, *column) in speeds), default=None)
@@ -68,16 +86,19 @@ def _size(target: int) -> str:
     return f"{target / 1e9:g}B" if target >= 1e9 else f"{target / 1e6:g}M"
 
 
-def main(file: Path) -> None:
-    """Write the README. Raises ValueError where it has no table, or the results another format."""
-    results = json.loads(file.read_text(encoding="utf-8"))
-    if results.get("format", 1) != FORMAT:
-        raise ValueError(f"{file} has results of format {results.get('format', 1)}, not {FORMAT}: measure anew")
-    text, tables = _TABLE.subn(lambda _: table(results), README.read_text(encoding="utf-8"))
-    if tables != 1:
-        raise ValueError(f"{README} must have one table of figures")
-    README.write_text(text, encoding="utf-8")
+def main(files: Sequence[Path]) -> None:
+    """Write the README. Raises ValueError where it has no such table, or the results another format."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for file, run in zip(files, runs, strict=True):
+        if run.get("format", 1) != FORMAT:
+            raise ValueError(f"{file} has results of format {run.get('format', 1)}, not {FORMAT}: measure anew")
+    quantized = bool(runs[0].get("formats"))
+    command, new = (FORMATS_COMMAND, formats_table(runs)) if quantized else (COMMAND, table(runs[0]))
+    page = README.read_text(encoding="utf-8")
+    if len(found := [it[0] for it in _TABLE.finditer(page) if f"`{command}`" in it[0]]) != 1:
+        raise ValueError(f"{README} must have one table of figures of {command}")
+    README.write_text(page.replace(found[0], new), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([*map(Path, sys.argv[1:])])

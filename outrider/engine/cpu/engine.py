@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SPARE = 4  # pages beyond those of one text that `kv_memory` must have
 
+MULTIPLY_BFLOAT16 = ("avx512_bf16", "amx")  # instruction sets
+
 # Type of the head where it is not that of the layers: in int4 it would choose other tokens too often.
 HEADS: dict[Dtype, Dtype] = {"int4": "int8"}
 
@@ -82,7 +84,7 @@ class CpuEngine(Engine):
                 features=settings.features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
                 samples_tokens=True,
-                computed_by=f"compiled kernels ({sizes['instructions']})",
+                computed_by=_computed_by(sizes["instructions"], dtype),
             )
         )
         self._model = model
@@ -233,6 +235,14 @@ class _DrawnLogits(HostLogits):
 def _outputs(segment: Segment) -> int:
     """Return the number of logits rows of a segment, also where `check_segments` will refuse it."""
     return max(0, min(segment.outputs, len(segment.tokens)))
+
+
+def _computed_by(instructions: str, dtype: Dtype) -> str:
+    """Return what runs passes, for people, and what bfloat16 costs where the processor does not multiply it."""
+    name = f"compiled kernels ({instructions})"
+    if dtype != "bfloat16" or instructions in MULTIPLY_BFLOAT16:
+        return name
+    return f"{name}, in float32: many rows take twice as long as with bfloat16 instructions; int8 does not"
 
 
 def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:

@@ -39,7 +39,20 @@ def test_the_table_has_medians_of_the_fastest_row() -> None:
 
 
 def test_the_readme_s_table_is_of_today_s_format() -> None:
-    assert front.formats((ROOT / "README.md").read_text(encoding="utf-8")) == [FORMAT]
+    assert front.formats((ROOT / "README.md").read_text(encoding="utf-8")) == [FORMAT, FORMAT]
+
+
+def test_the_table_of_quantized_models_has_several_runs() -> None:
+    def run(target: int) -> dict[str, Any]:
+        def text(row: str, *speeds: float) -> dict[str, Any]:
+            return {"row": row, "dtype": "Q4_K_M", "target": target, "tokens_per_s": speeds}
+
+        texts = [text("plain", 40.0, 44.0, 42.0), text("llama.cpp", 37.0)]
+        return RESULTS | {"takes": [], "formats": [{"texts": []}, {"texts": texts}]}
+
+    lines = front.formats_table([run(10**9), run(8 * 10**9)]).splitlines()
+    assert lines[1].endswith("then 8B`, Q4_K_M | 1B, T = 1 | 8B, T = 1 |")
+    assert lines[3:-1] == ["| llama.cpp | 37 | 37 |", "| Outrider, plain | 42 | 42 |"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,4 +64,4 @@ def test_results_of_another_format_are_not_written(tmp_path: Any) -> None:
     file = tmp_path / "old.json"
     file.write_text(f'{{"format": {FORMAT + 1}}}', encoding="utf-8")
     with pytest.raises(ValueError, match="measure anew"):
-        front.main(file)
+        front.main([file])

@@ -48,6 +48,11 @@ def test_the_portable_instruction_set_comes_last_and_the_best_first() -> None:
     assert load().computed_by == f"compiled kernels ({SETS[0]})"
 
 
+def test_what_bfloat16_costs_without_instructions_for_it_is_said() -> None:
+    assert load(dtype="bfloat16", instructions="portable").computed_by.endswith("bfloat16 instructions; int8 does not")
+    assert load(dtype="int8", instructions="portable").computed_by == "compiled kernels (portable)"
+
+
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_instruction_set_gives_the_logits_of_transformers(shape: str, instructions: str, tmp_path: Path) -> None:
