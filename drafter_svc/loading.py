@@ -34,8 +34,8 @@ from outrider.grammar.place import Patience
 from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
-from outrider.upstream_server.servicer import UpstreamServicer
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire import drafter as wire
 from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 

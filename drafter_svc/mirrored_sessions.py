@@ -27,8 +27,8 @@ from outrider.engine.interface.engine import Engine
 from outrider.engine.kv.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.kv.page_budget import PageBudget
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.upstream_server.drafter_sender import DrafterSender
-from outrider.upstream_server.servicer import UpstreamServicer
+from outrider.upstream.drafter_sender import DrafterSender
+from outrider.upstream.servicer import UpstreamServicer
 
 
 @dataclass(slots=True)

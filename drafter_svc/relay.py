@@ -21,8 +21,8 @@ from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.upstream_server.drafter_sender import DrafterSender
-from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
+from outrider.upstream.drafter_sender import DrafterSender
+from outrider.upstream.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
 
 
 class RelayedTerms:

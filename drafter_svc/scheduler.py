@@ -30,7 +30,7 @@ from outrider.engine.interface.logits import Logits, logits_rows
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.rpc.liveness import WorkClock
 from outrider.telemetry.metrics import histogram
-from outrider.upstream_server.servicer import UpstreamServicer
+from outrider.upstream.servicer import UpstreamServicer
 
 GROWN_S = 0.002  # longest time, usually, for which a commit waits because levels run that the engine has grown
 READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds

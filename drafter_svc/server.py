@@ -25,7 +25,7 @@ from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire import drafter
 
 

@@ -20,7 +20,7 @@ from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import server_span
 from outrider.store.registry import TOP, Worker
 from outrider.telemetry.metrics import register_metric
-from outrider.upstream_server.servicer import UpstreamServicer
+from outrider.upstream.servicer import UpstreamServicer
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc, types_pb2
 from outrider.wire.drafter import NO_FEATURES, WantedFeatures

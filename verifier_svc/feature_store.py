@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.acceptance import Walk
 from outrider.engine.executor import Executor
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.upstream_server.upstream_session import FusedFeatures
+from outrider.upstream.upstream_session import FusedFeatures
 from verifier_svc.batch import StepBatch, kept_rows
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
-from outrider.upstream_server.servicer import UpstreamServicer
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire import verifier
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser
 from verifier_svc.proposers.head_proposer import HeadProposer, SpeculatorProposer

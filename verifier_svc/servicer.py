@@ -24,7 +24,7 @@ from outrider.hub import checkpoint_folder
 from outrider.offload import offload_if_long
 from outrider.rpc.status import errors_as_status
 from outrider.telemetry.tracing import Attributes
-from outrider.upstream_server.servicer import UpstreamServicer
+from outrider.upstream.servicer import UpstreamServicer
 from outrider.v1 import types_pb2, verifier_pb2_grpc
 from outrider.v1 import verifier_pb2 as pb
 from outrider.wire.types import adapter_from_pb, check_tokens, contract_from_pb, plan_from_pb

@@ -22,7 +22,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.rpc.step_broadcast import StepBroadcast
-from outrider.upstream_server.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
+from outrider.upstream.upstream_session import MAX_DRAFTERS, Subscription, UpstreamSession
 from verifier_svc.commit_queue import CommitQueue, StepCommit
 from verifier_svc.proposers.head_drafts import SENDER as HEADS
 from verifier_svc.proposers.head_drafts import HeadDrafts

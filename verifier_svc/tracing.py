@@ -17,7 +17,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
 from outrider.core.tree.token_tree import TokenTree
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns
-from outrider.upstream_server.upstream_session import UpstreamSession
+from outrider.upstream.upstream_session import UpstreamSession
 from outrider.wire import types as wire
 from outrider.wire.types import plan_to_pb, report_to_pb
 

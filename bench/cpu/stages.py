@@ -30,8 +30,8 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("verifier_svc/steps/step_learning.py", "learn_latest"): "learn",
         ("verifier_svc/router_stream.py", "run"): "send",
         ("verifier_svc/router_stream.py", "_read"): "receive",
-        ("outrider/upstream_server/drafter_sender.py", ""): "publish",
-        ("outrider/upstream_server/servicer.py", ""): "drafters' streams",
+        ("outrider/upstream/drafter_sender.py", ""): "publish",
+        ("outrider/upstream/servicer.py", ""): "drafters' streams",
     },
     "drafter": {
         ("drafter_svc/scheduler.py", "_choose"): "choose",

@@ -1,6 +1,6 @@
 """Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
-What `outrider.upstream_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted
+What `outrider.upstream` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted
 where they are proposed, commits are received where they are made. Credit, plans and terms work as on the wire.
 """
 
@@ -25,7 +25,7 @@ from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
-from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
+from outrider.upstream.upstream_session import Subscription, UpstreamStream
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load as load_target

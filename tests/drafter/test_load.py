@@ -10,7 +10,7 @@ import pytest
 from drafter_svc.loading import load_part, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.errors import ConfigError
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.ticket_verifier import TicketVerifier
 from tests.engine.families import CONTEXT, make_family
 
 TARGET = Path(__file__).parents[2] / "models" / "target"

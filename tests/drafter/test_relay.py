@@ -23,8 +23,8 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
-from outrider.upstream_server.drafter_sender import DrafterSender
-from outrider.upstream_server.upstream_session import Subscription, UpstreamSession, UpstreamStream
+from outrider.upstream.drafter_sender import DrafterSender
+from outrider.upstream.upstream_session import Subscription, UpstreamSession, UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 
 VOCABULARY = 12

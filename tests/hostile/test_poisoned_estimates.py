@@ -37,7 +37,7 @@ from outrider.core.session.snapshot import MirrorSnapshot, MirrorUpdate
 from outrider.core.tree.delta import Delta
 from outrider.engine.interface.logits import HostLogits, logits_rows
 from outrider.store.training_samples import TrainingSampleStore
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from router import server
 from router.drafters.warm_start import WarmStart

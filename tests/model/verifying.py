@@ -17,7 +17,7 @@ from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.node import Node
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import OutriderError
-from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
+from outrider.upstream.upstream_session import Subscription, UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from router.sessions.verifier_client import DecodeEnd, DecodeIdle

@@ -11,8 +11,8 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
 from outrider.errors import InvalidRequest
-from outrider.upstream_server.drafter_sender import snapshot_parts
-from outrider.upstream_server.upstream_session import Subscription, UpstreamStream
+from outrider.upstream.drafter_sender import snapshot_parts
+from outrider.upstream.upstream_session import Subscription, UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.session import TREE_CAPACITY, SessionStart, VerifierSession
 

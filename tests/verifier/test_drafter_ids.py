@@ -24,8 +24,8 @@ from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.liveness import WorkClock
 from outrider.rpc.server import serving
 from outrider.rpc.tls import VERIFIER, Tls
-from outrider.upstream_server.servicer import UpstreamServicer
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.wire.tickets import Permit, TicketSigner

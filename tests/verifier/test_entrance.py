@@ -15,7 +15,7 @@ import pytest
 from outrider.errors import Overloaded
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import VERIFIER
-from outrider.upstream_server import entrance, servicer
+from outrider.upstream import entrance, servicer
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from tests.verifier.test_drafter_ids import greeted, subscribed, upstream
 

@@ -13,9 +13,9 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Plan, PlanOverlap, StepReport
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.upstream_server.servicer import UpstreamServicer
-from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.ticket_verifier import TicketVerifier
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.session import SessionStart, VerifierSession

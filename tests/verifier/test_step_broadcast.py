@@ -11,7 +11,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.tracing import step_tree
 

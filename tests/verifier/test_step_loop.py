@@ -25,7 +25,7 @@ from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.interface.logits import HostLogits
 from outrider.engine.loading import load_engine
 from outrider.errors import Moved, Superseded
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
 from verifier_svc.commit_queue import StepCommit

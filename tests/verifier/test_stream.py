@@ -7,9 +7,9 @@ import pytest
 
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
-from outrider.upstream_server import outbox
-from outrider.upstream_server.outbox import CONTROL_FRAMES
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream import outbox
+from outrider.upstream.outbox import CONTROL_FRAMES
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 

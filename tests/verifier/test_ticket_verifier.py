@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.errors import Forbidden, Unavailable
-from outrider.upstream_server.ticket_verifier import TicketVerifier
+from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire.tickets import Permit, TicketSigner
 
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
@@ -63,7 +63,7 @@ async def verifying(listed: Listed) -> AsyncIterator[TicketVerifier]:
 async def test_many_tickets_with_unknown_keys_cause_one_read_of_the_key_list(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 3600.0)
+    monkeypatch.setattr("outrider.upstream.ticket_verifier.MIN_READ_S", 3600.0)
     listed = Listed()
     async with verifying(listed) as verifier:
         for _ in range(20):
@@ -96,7 +96,7 @@ async def test_malformed_tickets_and_known_keys_need_no_read_of_the_key_list() -
 async def test_a_ticket_that_arrives_during_a_key_read_waits_for_the_next_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
+    monkeypatch.setattr("outrider.upstream.ticket_verifier.MIN_READ_S", 0.0)
     listed = Listed()
     listed.open.clear()
     async with verifying(listed) as verifier:
@@ -114,7 +114,7 @@ async def test_a_ticket_that_arrives_during_a_key_read_waits_for_the_next_read(
 async def test_a_key_is_valid_until_its_expiry_even_if_redis_lost_it_or_is_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.upstream_server.ticket_verifier.MIN_READ_S", 0.0)
+    monkeypatch.setattr("outrider.upstream.ticket_verifier.MIN_READ_S", 0.0)
     listed = Listed()
     end = listed.now + 3600
     listed.keys = {ROUTER.public_key: end}

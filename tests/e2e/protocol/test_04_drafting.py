@@ -8,7 +8,7 @@ import pytest
 
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
-from outrider.upstream_server.drafter_sender import snapshot_parts
+from outrider.upstream.drafter_sender import snapshot_parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.wire.types import contract_to_pb, plan_to_pb

@@ -16,9 +16,9 @@ from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Plan, PlanOverlap, StepReport
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.engine.kv.kv_slots import AcquiredSlot
-from outrider.upstream_server.servicer import UpstreamServicer
-from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.ticket_verifier import TicketVerifier
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1.drafter_pb2 import DraftUp
 from outrider.v1.types_pb2 import Heartbeat
 from outrider.wire.types import plan_to_pb

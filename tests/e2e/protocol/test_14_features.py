@@ -21,8 +21,8 @@ from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.fusing import digest_of, fusion_digest
 from outrider.fleet.cluster import LocalCluster
-from outrider.upstream_server.drafter_sender import snapshot_parts
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.drafter_sender import snapshot_parts
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.wire.drafter import features_from_pb

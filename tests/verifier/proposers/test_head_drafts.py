@@ -27,7 +27,7 @@ from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.logits import LogitsRow
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
-from outrider.upstream_server.upstream_session import UpstreamStream
+from outrider.upstream.upstream_session import UpstreamStream
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.tiny_models import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked

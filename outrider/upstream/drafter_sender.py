@@ -8,7 +8,7 @@ from functools import partial
 
 from outrider.core.control.drafting_terms import RESTING_SCORE
 from outrider.core.tree.delta import Hints
-from outrider.upstream_server.upstream_session import Subscription, UpstreamSession
+from outrider.upstream.upstream_session import Subscription, UpstreamSession
 from outrider.wire import drafter as wire
 from outrider.wire.drafter import SNAPSHOT_FEATURES, hints_to_pb, set_sent_terms, tokens_in_part
 from outrider.wire.types import contract_to_pb, plan_to_pb

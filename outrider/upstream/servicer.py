@@ -19,10 +19,10 @@ from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, 
 from outrider.rpc import liveness
 from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
 from outrider.rpc.status import errors_as_status
-from outrider.upstream_server.drafter_sender import DrafterSender
-from outrider.upstream_server.entrance import Entrance
-from outrider.upstream_server.ticket_verifier import TicketVerifier
-from outrider.upstream_server.upstream_session import UpstreamSession, UpstreamStream, WaitingSubscribe
+from outrider.upstream.drafter_sender import DrafterSender
+from outrider.upstream.entrance import Entrance
+from outrider.upstream.ticket_verifier import TicketVerifier
+from outrider.upstream.upstream_session import UpstreamSession, UpstreamStream, WaitingSubscribe
 from outrider.wire import drafter as wire
 from outrider.wire.drafter import delta_from_pb
 from outrider.wire.message_bounds import BEFORE_A_TICKET, REQUEST, decode

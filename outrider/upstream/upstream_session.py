@@ -14,7 +14,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.upstream_server.outbox import UpstreamOutbox
+from outrider.upstream.outbox import UpstreamOutbox
 from outrider.wire import drafter as wire
 
 MAX_DRAFTERS = 16  # drafters of one session, those of lower tiers included
