@@ -74,7 +74,8 @@ def terms_of(options: Mapping[str, Any]) -> AnswerTerms:
     """Return what the answer to a request with these options may have in it."""
     tools = () if options.get("tool_choice") == "none" else options.get("tools") or ()
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return AnswerTerms(tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping)))
+    names = tuple(str(it.get("name")) for it in functions if isinstance(it, Mapping))
+    return AnswerTerms(names, schema=options.get("schema") is not None)
 
 
 def calls_json(field: str, calls: Any) -> str:

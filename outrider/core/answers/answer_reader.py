@@ -21,6 +21,7 @@ class AnswerTerms(NamedTuple):
     """What a request's answer may have in it."""
 
     tools: Collection[str] = ()  # names of those that it may call
+    schema: bool = False  # it is JSON of a schema where it is no calls
 
 
 PLAIN_FORM, ANY_TERMS = ModelForm(), AnswerTerms()
@@ -33,7 +34,7 @@ class AnswerReader:
         self.form = form
         self._reasoning = ReasoningReader(opened=form.reasoning == "opened") if form.reasoning else None
         known = FORMATS.get(form.tool_format) if terms.tools else None
-        self._calls = CallReader(known, terms.tools) if known is not None else None
+        self._calls = CallReader(known, terms.tools, json_content=terms.schema) if known is not None else None
 
     @property
     def called(self) -> bool:

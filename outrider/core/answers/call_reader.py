@@ -41,14 +41,17 @@ class CallReader:
     missing, an answer that begins with JSON is a call if that names one of the tools.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        """`names`: of the tools."""
+    def __init__(self, form: ToolFormat, names: Collection[str], *, json_content: bool = False) -> None:
+        """`names`: of the tools; `json_content`: an answer that begins with content is JSON, in whose strings marks are
+        text."""
         self.calls = 0  # number of calls that have begun
         self.failed = False  # one of them turned out to be text
         self._form = form
         self._names = names
         self._mark, self._end = form.begin.strip(), form.end.strip()
         self._bare = form.listed or not self._mark  # calls may come without a mark, as long as no content has
+        self._json_content = json_content
+        self._no_marks = False  # all that comes is content
         self._place = _Place.CONTENT
         self._kept = ""  # text that was not looked at yet
         self._raw: list[str] = []  # text that is a call only if it is read to its end
@@ -91,12 +94,19 @@ class CallReader:
 
     def _read_content(self, *, last: bool) -> Iterator[CallPiece]:
         rest = self._kept.lstrip()
+        begins = self._may_begin(rest, last=last)
         if self._bare and rest and not rest.startswith(self._mark or "\0"):
-            if self._mark.startswith(rest) and not last:
+            if begins:
                 return
             if rest[0] in "{[":
                 self._place, self._marked = _Place.BEFORE, False
                 return
+        if self._json_content and rest and not begins and not self.calls:
+            self._no_marks = True
+        if self._no_marks:
+            content, self._kept = self._kept, ""
+            yield CallPiece(content)
+            return
         place, mark = self._first_mark()
         if mark:
             before, self._kept = self._kept[:place], self._kept[place + len(mark) :]
@@ -111,6 +121,10 @@ class CallReader:
             if content and (content.strip() or not self.calls):
                 self._bare = False
                 yield CallPiece(content)
+
+    def _may_begin(self, text: str, *, last: bool) -> bool:
+        """Return whether a text begins with the mark of calls, or may once more of it is there."""
+        return bool(self._mark) and (text.startswith(self._mark) or (self._mark.startswith(text) and not last))
 
     def _first_mark(self) -> tuple[int, str]:
         """Return where the first mark is in the text, and which; an end without a beginning is none of the content."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.core.answers.call_reader import CallPiece, CallReader
-from outrider.core.answers.formats import FORMATS
+from outrider.core.answers.answer_reader import AnswerReader, AnswerTerms, ModelForm
+from outrider.core.answers.call_reader import REASONING, CallPiece, CallReader
+from outrider.core.answers.formats import FORMATS, ToolFormat
+from outrider.core.answers.reasoning import BEGIN, END, Reasoning
 
 NAMES = ("weather", "time")
 ARGUMENTS = '{"city": "Bern {\\"x\\"]", "days": [1, 2], "deep": {"a": {}}}'
@@ -130,6 +134,64 @@ def test_an_answer_without_calls_keeps_its_whole_text(text: str, form: str) -> N
     content, calls = joined([*reader.read(text), *reader.finish()])
     if not calls:
         assert content == text
+
+
+MARKS = sorted({mark for form in FORMATS.values() for mark in form.written} | {BEGIN, END})
+TEXTS = st.lists(st.sampled_from([*MARKS, *'{}[]",:; \\\n', "a", "é"]), max_size=5).map("".join)
+VALUES = st.recursive(
+    TEXTS | st.integers() | st.booleans() | st.none(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXTS, values, max_size=3),
+    max_leaves=5,
+)
+WAYS: dict[str, Callable[[dict[str, Any], ToolFormat], str]] = {  # to write a call
+    "as templates do": lambda given, form: json.dumps({"name": "time", form.arguments: given}, ensure_ascii=False),
+    "in lines": lambda given, form: json.dumps({"name": "time", form.arguments: given}, indent=2),
+    "arguments first": lambda given, form: json.dumps({form.arguments: given, "name": "time"}),
+    "arguments as a text": lambda given, form: json.dumps({"name": "time", form.arguments: json.dumps(given)}),
+}
+
+
+def written(form: ToolFormat, calls: list[dict[str, Any]], way: str) -> str:
+    """Calls of one tool as models of that form write them."""
+    if form.separator:
+        return "".join(f"{form.begin}time{form.separator}{json.dumps(given)}" for given in calls)
+    objects = [WAYS[way](given, form) for given in calls]
+    if form.listed:
+        return f"{form.begin}[{form.between.join(objects)}]{form.end}"
+    return form.between.join(f"{form.begin}{one}{form.end}" for one in objects)
+
+
+@given(
+    st.sampled_from([*FORMATS]),
+    st.lists(st.dictionaries(TEXTS, VALUES, max_size=3), min_size=1, max_size=2),
+    st.sampled_from([*WAYS]),
+    st.sampled_from(["", "marked", "opened"]),
+)
+@example("hermes", [{"text": "say </tool_call> now"}], "as templates do", "")
+def test_marks_within_the_strings_of_a_call_are_text_wherever_a_stream_is_cut(
+    form: str, calls: list[dict[str, Any]], way: str, reasoning: Reasoning
+) -> None:
+    before = {"": "", "marked": f"{BEGIN}\nHm.\n{END}\n\n", "opened": f"Hm.\n{END}\n\n"}[reasoning]
+    answer = before + written(FORMATS[form], calls, way)
+    cuts = [[answer], [*answer], *([answer[:place], answer[place:]] for place in range(1, len(answer)))]
+    for pieces in cuts:
+        reader = AnswerReader(ModelForm(form, reasoning), AnswerTerms(("time",)))
+        read = [part for piece in pieces for part in reader.read(piece)] + reader.finish()
+        assert "".join(part.text for part in read if part.call == REASONING) == ("Hm." if reasoning else "")
+        content, found = joined([part for part in read if part.call != REASONING])
+        assert (content, [(name, json.loads(text)) for name, text in found]) == ("", [("time", it) for it in calls])
+
+
+@given(st.sampled_from([*FORMATS]), st.lists(VALUES, max_size=3) | st.dictionaries(TEXTS, VALUES, max_size=3))
+@example("hermes", {"text": "say </tool_call> now"})
+@example("mistral11", {"text": "[TOOL_CALLS]time[ARGS]{}"})
+def test_marks_within_the_strings_of_an_answer_to_a_schema_are_text_wherever_a_stream_is_cut(
+    form: str, value: Any
+) -> None:
+    answer = json.dumps(value, ensure_ascii=False)
+    for pieces in [[answer], [*answer], *([answer[:place], answer[place:]] for place in range(1, len(answer)))]:
+        reader = AnswerReader(ModelForm(form), AnswerTerms(("time",), schema=True))
+        assert joined([part for piece in pieces for part in reader.read(piece)] + reader.finish()) == (answer, [])
 
 
 def test_arguments_are_emitted_before_the_call_is_complete() -> None:
