@@ -128,7 +128,7 @@ class RouterConfig(GrpcConfig):
     tenant_stored_sessions: int | None = Field(default=None, ge=1)  # sessions of a tenant in Redis; None: no limit
     tenant_stored_bytes: ByteSize | None = None  # bytes of these; None: half of Redis' maxmemory, if it has one
     address_requests_per_s: float | None = Field(default=None, gt=0)  # calls from one address; None: no limit
-    template_s: float = Field(default=0.2, gt=0, le=4)  # processor time of the chat template for one request
+    template_s: float = Field(default=0.2, gt=0, le=4)  # processor time of a chat template for one request
     tool_formats: dict[str, ToolFormatName] = {}  # how models write calls of tools; left out: as templates show
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change

@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     template_variables: Mapping[
         str, Any
     ]  # with messages: for the chat template, for example {"enable_thinking": False}
+    chat_template: str  # with messages: renders them instead of the model's own, in Jinja's language; "": the model's
     continue_final_message: bool  # with messages: the answer continues the last one instead of answering it; False
     add_generation_prompt: bool  # with messages: the prompt ends with what the template writes before an answer
     model: str  # its name; may be left out if the cluster serves one model
@@ -146,6 +147,7 @@ def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]
         truncate_prompt_tokens=_truncation(options.get("truncate_prompt_tokens")),
         return_prompt=options.get("return_prompt_token_ids", False),
         omit_generation_prompt=not options.get("add_generation_prompt", not continued) and not continued,
+        chat_template=encodable("chat_template", options.get("chat_template", "")),
         idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or random_key(),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))

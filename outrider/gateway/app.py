@@ -150,7 +150,7 @@ def make_app(
         async with large.turn(len(body)):
             parsed = await parse_body(TokenizeBody, body)
             prompt, special, names = parsed.prompt, parsed.add_special_tokens is not False, parsed.return_token_strs
-            options = parsed.options()
+            options, request.state.names = parsed.options(), parsed.names
         tokens = await client.tokenize(prompt, special=special, names=names, timeout=config.timeout_s, **options)
         return StreamingResponse(body_pieces(tokenized(tokens, names=names)), media_type="application/json")
 

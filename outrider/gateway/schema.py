@@ -626,7 +626,32 @@ class ResponseFormat(RequestBody):
         return self.json_schema.schema_ or {"type": "object"}
 
 
-class Chat(GenerationForm):
+class TemplateInputs(RequestBody):
+    """What a chat template gets beside the messages, and which template that is."""
+
+    # functions, up to 128
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    # instead of the model's own, in Jinja's language, up to 65,536 characters
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # further inputs of the chat template
+    # whether the answer continues the last message, the assistant's: not by default, as in vLLM
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None  # as in vLLM: true, unless the last message is continued
+
+    def template_options(self) -> Options:
+        """Return the SDK's keywords for these fields."""
+        options: Options = {}
+        if self.tools:
+            options["tools"] = [tool.model_dump() for tool in self.tools]
+        if self.chat_template_kwargs:
+            options["template_variables"] = self.chat_template_kwargs
+        for name in ("chat_template", "continue_final_message", "add_generation_prompt"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
+        return options
+
+
+class Chat(GenerationForm, TemplateInputs):
     """The body of /v1/chat/completions."""
 
     # text only, up to 4,096; `developer` is `system`; what an answer had beside its text is taken back
@@ -638,15 +663,9 @@ class Chat(GenerationForm):
     response_format: ResponseFormat | None = None  # `text`, `json_object`, `json_schema`, with or without `strict`
     modalities: Items[Literal["text"]] | None = None  # must be `["text"]`
     metadata: NoEffect = None
-    # functions, up to 128
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     # `none`, `auto`, `required`, or a function by name: see [tools](#tools)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # whether an answer that has to make calls may make several
-    chat_template_kwargs: dict[str, Any] | None = None  # further inputs of the chat template
-    # whether the answer continues the last message, the assistant's: not by default, as in vLLM
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None  # as in vLLM: true, unless the last message is continued
     prediction: NoEffect = None  # drafters do that
     prompt_cache_key: NoEffect = None  # prompts that begin alike share their KV anyway
     prompt_cache_options: NoEffect = None
@@ -662,7 +681,6 @@ class Chat(GenerationForm):
     verbosity: Unserved = only("medium")
     web_search_options: Unserved = None
     add_special_tokens: Unserved = only(False)
-    chat_template: Unserved = None  # a program of the caller's; vLLM takes it where it trusts all callers
     documents: Unserved = only([])
     mm_processor_kwargs: Unserved = only({})
     separate_reasoning: Unserved = only(True)
@@ -679,18 +697,14 @@ class Chat(GenerationForm):
 
     def options(self) -> Options:
         """Return the SDK's keywords for this request, its messages included."""
-        options: Options = {**super().options(), "messages": [message.for_template for message in self.messages]}
-        if self.tools:
-            options["tools"] = [tool.model_dump() for tool in self.tools]
-        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
-        if variables := effort | (self.chat_template_kwargs or {}):
-            options["template_variables"] = variables
+        options: Options = {**super().options(), **self.template_options()}
+        options["messages"] = [message.for_template for message in self.messages]
+        if self.reasoning_effort not in (None, "none"):
+            effort = {"reasoning_effort": self.reasoning_effort}
+            options["template_variables"] = effort | (self.chat_template_kwargs or {})
         if self.tool_choice is not None:
             choice = self.tool_choice
             options["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump()
-        for name in ("continue_final_message", "add_generation_prompt"):
-            if (value := getattr(self, name)) is not None:
-                options[name] = value
         if self.parallel_tool_calls is not None:
             options["parallel_tool_calls"] = self.parallel_tool_calls
         return options

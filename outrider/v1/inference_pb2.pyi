@@ -18,7 +18,7 @@ PRIORITY_INTERACTIVE: Priority
 PRIORITY_BATCH: Priority
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables", "broke_off", "continue_final_message", "omit_generation_prompt", "include_stop", "show_special_tokens", "omit_special_tokens", "truncate_prompt_tokens", "return_prompt")
+    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance", "messages", "priority", "route", "tools", "template_variables", "broke_off", "continue_final_message", "omit_generation_prompt", "include_stop", "show_special_tokens", "omit_special_tokens", "truncate_prompt_tokens", "return_prompt", "chat_template")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -63,7 +64,8 @@ class GenerateRequest(_message.Message):
     omit_special_tokens: bool
     truncate_prompt_tokens: int
     return_prompt: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ..., broke_off: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., omit_generation_prompt: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., show_special_tokens: _Optional[bool] = ..., omit_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt: _Optional[bool] = ...) -> None: ...
+    chat_template: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., route: _Optional[_Union[AnswerRoute, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., template_variables: _Optional[str] = ..., broke_off: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., omit_generation_prompt: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., show_special_tokens: _Optional[bool] = ..., omit_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt: _Optional[bool] = ..., chat_template: _Optional[str] = ...) -> None: ...
 
 class Tools(_message.Message):
     __slots__ = ("definitions", "required", "name", "single")

@@ -1,14 +1,9 @@
-"""A checkpoint's chat template, which turns a conversation into a prompt."""
+"""Chat templates, a checkpoint's and those of requests, which turn a conversation into a prompt."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,19 +15,18 @@ from outrider.core.answers.reasoning import BEGIN, END, reasoning_of
 from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.gguf.tokenizer import gguf_chat_template
 from outrider.errors import CheckpointError, InvalidRequest
-from outrider.grammar.processes import child_environment
 from outrider.hub import is_gguf, tokenizer_folder
-from outrider.limits.fair_turns import FairTurns
 from router.requests.control_tokens import ControlTokens, new_divider
+from router.requests.template_process import TemplateError, TemplateProcess
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
+TEMPLATE_FIELD = "chat_template"  # of a request
 
 SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
 NO_VARIABLES: Mapping[str, Any] = {}
 # Behind what templates write before an answer; at the end of the last message's content; behind the last message.
 PromptEnd = Literal["answer", "continue", "bare"]
-TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
 
 
 class TemplateMessage(NamedTuple):
@@ -52,38 +46,41 @@ class TemplateMessage(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders conversations, one at a time, in a bounded child process (`router.requests.template_sandbox`).
-
-    The process starts with the first rendering, and again at the end of a rendering that ended it. `close` ends it.
+    """Renders conversations by a checkpoint's template, if it has one, or by templates of requests: both in bounded
+    child processes, one for each kind. `close` ends them.
     """
 
     def __init__(
         self,
         path: Path,
-        source: str,
+        source: str | None,
         variables: dict[str, str],
         seconds: float = SECONDS,
         tool_format: str = "",
         added: Iterable[AddedToken] = (),
     ) -> None:
-        """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
-        the processor, for one conversation; `tool_format`: in which the model writes calls; empty: as the source shows;
-        `added`: tokens of the tokenizer, see `ControlTokens`.
+        """`path`: the template's file; `source`: the checkpoint's template; `variables`: the special tokens, by the
+        names that templates use; `seconds`: of the processor, for one conversation; `tool_format`: in which the model
+        writes calls; empty: as the source shows; `added`: tokens of the tokenizer, see `ControlTokens`.
         """
-        form = format_of(source, tool_format)
-        self._control = ControlTokens(added, source)
-        self.form = ModelForm(form.name if form else "", reasoning_of(source))
+        self._source = source or ""
+        form = format_of(self._source, tool_format)
+        self.form = ModelForm(form.name if form else "", reasoning_of(self._source))
+        self.of_checkpoint = source is not None  # whether the checkpoint has one
+        self._added = (*added,)
+        self._control = ControlTokens(self._added, self._source)
         self._path = path
-        self._setup = {"template": source, "variables": variables, "seconds": seconds}
-        self._process: subprocess.Popen[str] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
-        self._turns = FairTurns(1, "the chat template")
+        setup = {"variables": variables, "seconds": seconds}
+        self._own = TemplateProcess({"template": source, **setup}, "the chat template")
+        self._callers = TemplateProcess({"template": None, **setup}, "their own chat templates")
 
     def check(self) -> None:
         """Raise CheckpointError for a template that does not compile."""
+        if not self.of_checkpoint:
+            return
         try:
-            self._thread.submit(self._start).result()
-        except _TemplateError as error:
+            self._own.check()
+        except TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
 
     async def render(
@@ -93,25 +90,32 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
         end: PromptEnd = "answer",
+        template: str = "",
     ) -> list[str]:
         """Return the prompt of a tenant's messages up to its `end`, control tokens included; `tools`: that the
-        assistant may call, in OpenAI's form; `variables`: further inputs of the template, by name. It is divided within
-        each control token that the tenant has sent: its parts are texts to be tokenized one by one.
+        assistant may call, in OpenAI's form; `variables`: further inputs of the template, by name; `template`: the
+        tenant's own; empty: the checkpoint's, which it must have. The prompt is divided within each control token that
+        the tenant has sent in anything but a template: its parts are texts to be tokenized one by one.
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
+        process = self._callers if template else self._own
         try:
-            parts = await self._turns.run(self._thread, tenant, self._render_blocking, messages, tools, variables, end)
-        except _TemplateError as error:
+            parts = await process.run(tenant, self._render_blocking, messages, tools, variables, end, template)
+        except TemplateError as error:
+            if template:
+                raise InvalidRequest(TEMPLATE_FIELD, f"cannot be rendered: {error}") from None
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
         if not any(parts):
+            if template:
+                raise InvalidRequest(TEMPLATE_FIELD, "renders an empty prompt")
             raise InvalidRequest("messages", "the model's chat template renders an empty prompt")
         return parts
 
     def close(self) -> None:
-        """End the process, and wait for a rendering that runs."""
-        self._thread.submit(self._stop).result()
-        self._thread.shutdown()
+        """End the processes, and wait for renderings that run."""
+        self._own.close()
+        self._callers.close()
 
     def _render_blocking(
         self,
@@ -119,38 +123,38 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         end: PromptEnd,
+        template: str,
     ) -> list[str]:
-        if self._process is None:
-            self._start()
-        try:
-            said = [self._with_ids(message).for_template for message in messages]
-            divider = new_divider()
-            inputs = self._control.divide({**variables, "tools": [*tools] or None}, divider)
-            inputs["add_generation_prompt"] = end == "answer"
-            inputs["messages"] = divided = [
-                self._control.divide(it, divider, allowed=(BEGIN, END) if it["role"] == "assistant" else ())
-                for it in said
-            ]
-            if end == "continue":
-                return self._continued(inputs, divided[-1]).split(divider)
-            return self._request({"inputs": inputs}).split(divider)
-        finally:
-            if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
-                with suppress(_TemplateError):
-                    self._start()
+        said = [self._with_ids(message).for_template for message in messages]
+        divider = new_divider()
+        control = ControlTokens(self._added, self._source + template) if template else self._control
+        inputs = control.divide({**variables, "tools": [*tools] or None}, divider)
+        inputs["add_generation_prompt"] = end == "answer"
+        inputs["messages"] = divided = [
+            control.divide(it, divider, allowed=(BEGIN, END) if it["role"] == "assistant" else ()) for it in said
+        ]
+        if end == "continue":
+            return self._continued(inputs, template, divided[-1]).split(divider)
+        return self._rendered(inputs, template).split(divider)
 
-    def _continued(self, inputs: Mapping[str, Any], last: dict[str, Any]) -> str:
+    def _continued(self, inputs: Mapping[str, Any], template: str, last: dict[str, Any]) -> str:
         """Return the rendering up to the end of the last message's content, which a mark shows. A template that strips
-        contents strips this one, too. Raises _TemplateError where the content is not in the rendering as it is.
+        contents strips this one, too. Raises TemplateError where the content is not in the rendering as it is.
 
         This is the rule of `apply_chat_template(continue_final_message=True)` of transformers.
         """
         content, mark = last["content"], new_divider()
         last["content"] = f"{content}{mark} "
-        rendering, found, behind = self._request({"inputs": inputs}).rpartition(mark)
+        rendering, found, behind = self._rendered(inputs, template).rpartition(mark)
         if not found or content.strip() not in rendering:
-            raise _TemplateError("it does not write the last message's content as it is, so it cannot be continued")
+            raise TemplateError("it does not write the last message's content as it is, so it cannot be continued")
         return rendering if behind.startswith(" ") else rendering.rstrip()
+
+    def _rendered(self, inputs: Mapping[str, Any], template: str) -> str:
+        """Return what a template, or the checkpoint's, makes of its inputs. Raises TemplateError."""
+        if template:
+            return self._callers.request({"inputs": inputs, "template": template})
+        return self._own.request({"inputs": inputs})
 
     def _with_ids(self, message: TemplateMessage) -> TemplateMessage:
         """Return a message whose calls have ids that the template takes."""
@@ -160,69 +164,16 @@ class ChatTemplate:
         calls = tuple({**call, "id": short_id(str(call.get("id", "")))} for call in message.tool_calls)
         return message._replace(tool_calls=calls, tool_call_id=message.tool_call_id and short_id(message.tool_call_id))
 
-    def _start(self) -> None:
-        # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our
-        # modules.
-        command = [sys.executable, "-P", "-m", "router.requests.template_sandbox"]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=child_environment(),
-        )
-        try:
-            self._request(self._setup)
-        except _TemplateError:
-            self._stop()
-            raise
-
-    def _request(self, message: Any) -> str:
-        """Send a request to the process and return the text of its answer. Raises _TemplateError."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            status = process.wait()
-            self._stop()
-            raise _TemplateError(
-                "it takes too long (template_s)" if status in TOO_LONG else f"its process ended with {status}"
-            )
-        answer: dict[str, str] = json.loads(line)
-        if "error" in answer:
-            raise _TemplateError(answer["error"])
-        return answer["text"]
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-
-class _TemplateError(Exception):
-    """A template does not compile, or refuses messages."""
-
 
 def read_chat_template(
     folder: Path, seconds: float = SECONDS, tool_format: str = "", added: Iterable[AddedToken] = ()
-) -> ChatTemplate | None:
-    """Return the chat template of a checkpoint, checked; None if it has none. The rest as `ChatTemplate`.
+) -> ChatTemplate:
+    """Return the chat template of a checkpoint, checked. The rest as `ChatTemplate`.
 
     Raises CheckpointError naming the file.
     """
     place = tokenizer_folder(folder)
     path, source, variables = _gguf_source(place) if is_gguf(place) else _folder_source(place)
-    if source is None:
-        return None
     template = ChatTemplate(path, source, variables, seconds, tool_format, added)
     try:
         template.check()

@@ -23,7 +23,7 @@ from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
 from outrider.wire.types import check_tokens, grammar_from_pb
-from router.requests.chat_template import NO_VARIABLES, PromptEnd, TemplateMessage
+from router.requests.chat_template import NO_VARIABLES, TEMPLATE_FIELD, PromptEnd, TemplateMessage
 from router.requests.served_models import RequestedModel, ServedModel
 
 JSON_KINDS = ("json_schema", "choices")  # grammars whose text is JSON
@@ -32,6 +32,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
 MAX_MESSAGES = 4096
+MAX_TEMPLATE = 2**16  # characters of a caller's chat template
 MAX_VARIABLES = 2**14  # characters of a chat template's further inputs
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, beside special tokens
 CHARACTERS = 4  # characters of a token, roughly
@@ -46,13 +47,14 @@ OVERLAP = {None: PlanOverlap.MEASURED, True: PlanOverlap.ALWAYS, False: PlanOver
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt as messages: all of the conversation, for the model's chat template."""
+    """A prompt as messages: all of the conversation, for a chat template."""
 
     messages: tuple[TemplateMessage, ...]
     tools: Tools | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the chat template
-    characters: int = 0  # of all messages and tools
+    characters: int = 0  # of all messages, the tools, and the caller's template
     end: PromptEnd = "answer"
+    template: str = ""  # the caller's own; empty: the model's
 
     @property
     def within_reasoning(self) -> bool:
@@ -268,15 +270,18 @@ def _prompt(
             raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
         parts = ((it.content, it.tool_calls, it.reasoning_content) for it in request.messages)
         characters = sum(len(text) for part in parts for text in part)
-        characters += len(request.tools.definitions)
+        characters += len(request.tools.definitions) + len(request.chat_template)
         variables = _template_variables(request.template_variables, bounds)
         messages = tuple(_messages(request.messages, bounds))
-        return Conversation(messages, tools, variables, characters, _prompt_end(request))
+        template = _chat_template(request.chat_template)
+        return Conversation(messages, tools, variables, characters, _prompt_end(request), template)
     if request.continue_final_message or request.omit_generation_prompt:
         name = "continue_final_message" if request.continue_final_message else "add_generation_prompt"
         raise InvalidRequest(name, "is for messages; a prompt is continued anyway")
     if request.template_variables:
         raise InvalidRequest("template_variables", "are for messages, which a chat template turns into a prompt")
+    if request.chat_template:
+        raise InvalidRequest(TEMPLATE_FIELD, "is for messages, which it turns into a prompt")
     if kind == "token_ids":
         digest = request.token_ids.tokenizer_digest
         if digest and digest != model.digest:
@@ -296,6 +301,13 @@ def _prompt(
     if not prompt:
         raise empty_prompt()
     return prompt
+
+
+def _chat_template(text: str) -> str:
+    """Return the caller's chat template; empty if there is none. Raises InvalidRequest."""
+    if len(text) > MAX_TEMPLATE:
+        raise InvalidRequest(TEMPLATE_FIELD, f"has {len(text)} characters, must have at most {MAX_TEMPLATE}")
+    return text
 
 
 def _template_variables(text: str, bounds: JsonBounds) -> Mapping[str, Any]:

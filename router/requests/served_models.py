@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
-from outrider.core.answers.answer_reader import PLAIN_FORM, ModelForm
+from outrider.core.answers.answer_reader import ModelForm
 from outrider.core.answers.formats import FORMATS, Tools, calls_grammar
 from outrider.core.answers.reasoning import BEGIN, END, reasoning_behind
 from outrider.core.session.contract import MAX_STOP_IDS, Adapter, Grammar
@@ -93,7 +93,7 @@ class ServedModel:
     tokenizer: Tokenizer
     digest: bytes  # of the tokenizer
     eos_ids: tuple[int, ...]
-    chat: ChatTemplate | None = None
+    chat: ChatTemplate
     grammars: GrammarCompiler | None = None  # None: grammars are checked by verifiers alone
     turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
     token_text: TokenText = field(init=False)  # maps a token to its bytes
@@ -104,7 +104,7 @@ class ServedModel:
     @property
     def form(self) -> ModelForm:
         """How the model writes calls of tools and reasoning."""
-        return self.chat.form if self.chat is not None else PLAIN_FORM
+        return self.chat.form
 
     def form_behind(self, prompt: Sequence[int], *, within_reasoning: bool = False) -> ModelForm:
         """Return how the model writes behind a prompt, of which the last tokens suffice: it may end with the mark of
@@ -160,16 +160,19 @@ class ServedModel:
         variables: Mapping[str, Any] = NO_VARIABLES,
         context: int = 0,
         end: PromptEnd = "answer",
+        template: str = "",
     ) -> tuple[int, ...]:
-        """Return the token ids of the prompt of a tenant's messages. Only the template writes control tokens: what the
-        tenant has sent is text, whatever it spells.
+        """Return the token ids of the prompt of a tenant's messages, by the tenant's own `template` or the
+        checkpoint's. Only the template writes control tokens: what else the tenant has sent is text, whatever it
+        spells.
 
         Raises InvalidRequest if there is no template or it refuses the messages, Overloaded when too many of the
         tenant's messages wait, and as `encode`.
         """
-        if self.chat is None:
-            raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        parts = await self.chat.render(messages, tenant, tools, variables, end)
+        if not (template or self.chat.of_checkpoint):
+            problem = f"model {self.name!r} has no chat template; send a prompt, or a chat_template"
+            raise InvalidRequest("messages", problem)
+        parts = await self.chat.render(messages, tenant, tools, variables, end, template)
         return await self._encode_parts(parts, tenant, False, context)
 
     async def decode(self, tokens: Sequence[int], tenant: str = "") -> str:
@@ -198,8 +201,7 @@ class ServedModel:
 
     def close(self) -> None:
         """End the model's child processes."""
-        if self.chat is not None:
-            self.chat.close()
+        self.chat.close()
         if self.grammars is not None:
             self.grammars.close()
 

@@ -1,26 +1,37 @@
 """Renders chat templates in a process of its own: python -m router.requests.template_sandbox
 
-A template comes with a checkpoint, so it is an untrusted program. Jinja's sandbox restricts it to text: no files, no
-imports, no attributes that begin with an underscore, no change of its inputs, no range of more than 100,000. The
-sandbox bounds neither time nor memory: loops nest, and one multiplication makes a string of any length. This process
-bounds both: it has a limit of memory, and for each answer a limit of CPU seconds, and ends when it exceeds one.
+A template comes with a checkpoint or with a request, so it is an untrusted program. Jinja's sandbox restricts it to
+text: no files, no imports, no attributes that begin with an underscore, no change of its inputs, no range of more than
+100,000. The sandbox bounds neither time nor memory: loops nest, and one multiplication makes a string of any length.
+This process bounds both: it has a limit of memory, and for each answer a limit of CPU seconds, and ends when it exceeds
+one.
 
-On stdin, JSON lines: first a template with its variables and the seconds for an answer, then the inputs of
+On stdin, JSON lines: first the template with its variables and the seconds for an answer, then the inputs of
 conversations: messages, tools and further ones. On stdout one JSON line for each, {"text": ...} or {"error": ...}. The
 process ends at the end of its input.
+
+Where the first line has no template, each conversation has its own, and is rendered in a forked process that ends with
+it: what one caller's template does, nobody else sees, and where Jinja's sandbox has a hole, it can compute and nothing
+else (`router.requests.system_calls`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pprint  # noqa: F401 - Jinja imports it, and the next two, when a template needs them
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import jinja2
+import jinja2.constants
+import jinja2.debug
 import jinja2.ext
 import jinja2.nodes
 from jinja2.parser import Parser
@@ -28,10 +39,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from outrider.rpc.core_dumps import forbid_core_dumps
+from router.requests.system_calls import only_compute
 
 MOST_CHARACTERS = 4 << 20  # characters of a rendered conversation
-MOST_BYTES = 1 << 30  # memory of this process
-MOST_SECONDS = 4  # CPU seconds to compile a template, and more than any answer may take
+MOST_BYTES = 256 << 20  # memory of this process
+MOST_ANSWER = 64 << 20  # bytes of an answer: JSON has up to twelve for a character
+USUAL = "{{ 'a' }}{{ strftime_now('%Z') }}"  # needs a codec and the time zone
+MOST_SECONDS = 4  # CPU seconds to compile a checkpoint's template, and more than any answer may take
+TOO_LONG, TOO_LARGE, TOO_DEEP = "it takes too long (template_s)", "it takes too much memory", "it nests too deeply"
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -111,27 +126,94 @@ def render(template: jinja2.Template, inputs: Mapping[str, Any], variables: Mapp
 def main() -> None:
     """Answer requests until the input ends."""
     forbid_core_dumps()
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.RLIM_INFINITY))
-    template: jinja2.Template | None = None
-    variables: dict[str, str] = {}
-    seconds: float = MOST_SECONDS
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    setup = json.loads(sys.stdin.readline())
+    if setup["template"] is None:
+        _serve_callers(setup["variables"], setup["seconds"])
+    else:
+        _serve_checkpoint(**setup)
+
+
+def _serve_checkpoint(template: str, variables: Mapping[str, str], seconds: float) -> None:
+    compiled = list[jinja2.Template]()
+
+    def compile_it() -> str:
+        compiled.append(compile_template(template))
+        return ""
+
+    def rendered(line: str) -> str:
+        return render(compiled[0], json.loads(line)["inputs"], variables)
+
+    _send(_bounded(compile_it, MOST_SECONDS))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        _send(_bounded(partial(rendered, line), seconds))
+
+
+def _serve_callers(variables: Mapping[str, str], seconds: float) -> None:
+    render(compile_template(USUAL), {}, variables)  # reads the files that a process that only computes cannot read
+
+    def rendered(line: str) -> str:
+        only_compute()
+        asked = json.loads(line)
+        return render(compile_template(asked["template"]), asked["inputs"], variables)
+
+    _send('{"text": ""}')
+    for line in sys.stdin:
+        _send(_apart(partial(rendered, line), seconds))
+
+
+def _apart(work: Callable[[], str], seconds: float) -> str:
+    """Return the answer of work in a forked process, or the error that ended it."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
         try:
-            asked = json.loads(line)
-            if template is None:
-                template, variables, text = compile_template(asked["template"]), asked["variables"], ""
-                seconds = asked["seconds"]
-            else:
-                text = render(template, asked["inputs"], variables)
-            answer = json.dumps({"text": text})
-        except MemoryError:
-            answer = json.dumps({"error": "it takes too much memory"})
-        except Exception as error:  # a template's mistakes have no common base
-            where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            answer = json.dumps({"error": f"{str(error) or type(error).__name__}{where}"[:1000]})
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+            os.closerange(0, writing)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            answer = memoryview(_answer(work).encode())
+            while answer:
+                answer = answer[os.write(writing, answer) :]
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        received = pipe.read(MOST_ANSWER)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return json.dumps({"error": TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_DEEP})
+    return received.decode().partition("\n")[0] or json.dumps({"error": TOO_LARGE})
+
+
+def _bounded(work: Callable[[], str], seconds: float) -> str:
+    """Return the answer of work. The signal of a timer ends this process after these CPU seconds."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    answer = _answer(work)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer
+
+
+def _answer(work: Callable[[], str]) -> str:
+    """Return the answer that has the text of work, or its error."""
+    try:
+        return json.dumps({"text": work()})
+    except MemoryError:
+        error = TOO_LARGE
+    except RecursionError:
+        error = TOO_DEEP
+    except Exception as raised:  # a template's mistakes have no common base
+        error = (str(raised) or type(raised).__name__)[:1000] + _line_of(raised)
+    return json.dumps({"error": error})
+
+
+def _line_of(error: Exception) -> str:
+    """Return where in the template an error is, for messages; empty if that is not known."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f" (line {error.lineno})"
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def _send(answer: str) -> None:
+    print(answer, flush=True)
 
 
 def _to_json(

@@ -264,7 +264,7 @@ async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ..
                 context=params.context,
                 truncated_to=params.truncated_to,
             )
-        case Conversation(messages, tools, variables, end=end):
+        case Conversation(messages, tools, variables, end=end, template=template):
             tokens = await params.model.encode_chat(
                 messages,
                 params.tenant,
@@ -272,6 +272,7 @@ async def encode_prompt(params: GenerateParams, *, first: bool) -> tuple[int, ..
                 variables=variables,
                 context=params.context,
                 end=end,
+                template=template,
             )
         case tokens:
             pass

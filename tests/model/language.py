@@ -14,7 +14,7 @@ _LOADED = load_model("target", Path(__file__).parents[2] / "models" / "target")
 STOP_ID = 0
 # With the two halves of an é, so that tokens end inside of characters.
 WORDS = (_LOADED.tokenizer.encode("xé ab", add_special_tokens=False)).ids
-MODEL = ServedModel("target", _LOADED.tokenizer, _LOADED.digest, (STOP_ID,))
+MODEL = ServedModel("target", _LOADED.tokenizer, _LOADED.digest, (STOP_ID,), _LOADED.chat)
 VOCABULARY = MODEL.tokenizer.get_vocab_size()
 
 
@@ -50,4 +50,4 @@ def expected_answer(prompt: tuple[int, ...], generated: tuple[int, ...], stops: 
     taken = text.feed(generated)
     rest = "" if taken.stopped else text.flush()
     tokens = generated[: taken.tokens]
-    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,))
+    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,), _LOADED.chat)

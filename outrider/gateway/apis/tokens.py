@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
 
 from pydantic import Field, model_validator
 
 from outrider.client import Options, TokenizedPrompt
-from outrider.core.answers.formats import MAX_TOOLS
 from outrider.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
-    FunctionTool,
     Items,
     NoEffect,
     RequestBody,
+    TemplateInputs,
     Unserved,
     only,
 )
 from outrider.gateway.serialize import Json
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(TemplateInputs):
     """A prompt, or messages with their tools."""
 
     model: str = ""
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # of a prompt: true, if left out
     return_token_strs: bool = False
-    add_generation_prompt: bool | None = None  # of messages, as of a chat
-    continue_final_message: bool | None = None  # of messages, as of a chat
-    chat_template: Unserved = None
     mm_processor_kwargs: Unserved = only({})
     cache_salt: NoEffect = None
 
@@ -47,19 +41,16 @@ class TokenizeBody(RequestBody):
             raise ValueError("add_special_tokens: is for a prompt; of messages the chat template writes them")
         return self
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The fields of this request, by the SDK's names for them, where these differ."""
+        return {"template_variables": "chat_template_kwargs"}
+
     def options(self) -> Options:
         """Return the SDK's keywords for this request."""
-        options: Options = {"model": self.model}
+        options: Options = {"model": self.model, **self.template_options()}
         if self.messages is not None:
             options["messages"] = [message.for_template for message in self.messages]
-        if self.tools:
-            options["tools"] = [tool.model_dump() for tool in self.tools]
-        if self.chat_template_kwargs:
-            options["template_variables"] = self.chat_template_kwargs
-        if self.add_generation_prompt is not None:
-            options["add_generation_prompt"] = self.add_generation_prompt
-        if self.continue_final_message is not None:
-            options["continue_final_message"] = self.continue_final_message
         return options
 
 

@@ -36,6 +36,7 @@ TOOLS = {
 VALUES: dict[str, Any] = {  # one of each field that is served, besides those that every request has
     "add_special_tokens": True,
     "add_generation_prompt": True,
+    "chat_template": "{{ messages[0].content }}!",
     "chat_template_kwargs": {"enable_thinking": False},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "continue_final_message": False,

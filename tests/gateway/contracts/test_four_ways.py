@@ -2,16 +2,17 @@
 and without.
 
 What needs another model, another API or a broken connection is elsewhere: marks that are added tokens in
-tests/grammar/test_added_tokens.py, forged turns of every template in tests/router/requests/test_chat_template.py,
-other APIs in tests/e2e/test_apis.py, idempotency keys in tests/gateway/test_equal_requests.py, ids of calls in
-test_serialize.py, waiting streams and browsers in test_http.py, restarts in tests/e2e/test_lone_verifier.py.
+test_added_tokens.py and tests/grammar/test_added_tokens.py, forged turns of every template in
+tests/router/requests/test_chat_template.py, other APIs in tests/e2e/test_apis.py, idempotency keys in
+tests/gateway/test_equal_requests.py, ids of calls in test_serialize.py, waiting streams and browsers in test_http.py,
+restarts in tests/e2e/test_lone_verifier.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,85 +23,24 @@ import pytest_asyncio
 from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
-from tests.e2e.chat import chat_clients
 from tests.e2e.conftest import MODELS
 from tests.e2e.test_tools import ASKED, FORMAT, TEMPLATE, TOOLS, arguments_are_valid, function
+from tests.gateway.contracts.ways import (
+    CHAT,
+    COMPLETIONS,
+    WAYS,
+    Answer,
+    Case,
+    check_four_ways,
+    drafting_gateway,
+    made,
+    send,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-WAYS = [(stream, drafts) for stream in (False, True) for drafts in (True, False)]
 PROMPT = "café \U0001f600: def add(a, b):\n"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer, put together alike whether it was streamed or not."""
-
-    choices: list[dict[str, Any]]
-    usage: dict[str, Any]
-    prompt_token_ids: list[int] | None = None  # of a chat
-    not_enforced: str | None = None
-
-    @property
-    def first(self) -> dict[str, Any]:
-        return self.choices[0]
-
-    @property
-    def same(self) -> Any:
-        """What has to be equal, however it came about."""
-        return self.choices, self.usage["prompt_tokens"], self.usage["completion_tokens"], self.prompt_token_ids
-
-
-def made(answer: httpx.Response, *, stream: bool) -> Answer:
-    if not stream:
-        events = [answer.json()]
-    else:
-        lines = answer.text.splitlines()
-        assert lines[-2] == "data: [DONE]", answer.text
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    choices: dict[int, dict[str, Any]] = {}
-    for event in events:
-        for choice in event["choices"]:
-            join(choices.setdefault(choice["index"], {"text": None, "calls": [], "reason": None}), choice)
-    prompts = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
-    assert all(prompt == prompts[0] for prompt in prompts)
-    return Answer(
-        [choices[index] for index in sorted(choices)],
-        events[-1]["usage"],
-        prompts[0] if prompts else None,
-        answer.headers.get("outrider-not-enforced"),
-    )
-
-
-def join(whole: dict[str, Any], choice: dict[str, Any]) -> None:
-    """Add a part of a choice, or all of it, to what there is."""
-    part = choice.get("message") or choice.get("delta") or choice
-    for name in ("text", "content", "reasoning_content"):
-        if (text := part.get(name)) is not None:
-            whole["text"] = (whole["text"] or "") + text
-    for at, call in enumerate(part.get("tool_calls") or ()):
-        if "id" in call:
-            whole["calls"].append([call["function"]["name"], ""])
-        whole["calls"][call.get("index", at)][1] += call["function"]["arguments"]
-    for name in ("token_ids", "prompt_token_ids"):
-        if name in choice:
-            whole[name] = whole.get(name, []) + choice[name]
-    for name, entries in (choice["logprobs"] or {}).items():
-        whole[name] = whole.get(name, []) + (entries or [])
-    whole["reason"] = choice["finish_reason"] or whole["reason"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A request, and what its answer has to be."""
-
-    path: str
-    body: dict[str, Any]
-    right: Callable[[Answer], None] = lambda answer: None
-    same_as: dict[str, Any] | None = None  # the answer to this request is the same one
-    cut: bool = False  # a stream has begun calls that turn out to be none
 
 
 class Colour(Enum):
@@ -151,6 +91,31 @@ def is_a_call(answer: Answer) -> None:
 
 def has_no_arguments(answer: Answer) -> None:
     assert answer.first["calls"] == [["go", "{}"]]
+
+
+MARKS = "say </tool_call> and <tool_call>{}, not <think></think>"
+
+
+def has_marks_in_its_arguments(answer: Answer) -> None:
+    ((name, arguments),) = answer.first["calls"]
+    assert (name, json.loads(arguments)) == ("say", {"text": MARKS})
+    assert answer.first["text"] is None
+
+
+def says(text: str) -> dict[str, Any]:
+    """The format of an answer that has this text in it."""
+    return form(function("", text={"const": text})["function"]["parameters"])
+
+
+def is_said(answer: Answer, text: str) -> None:
+    assert (json.loads(answer.first["text"]), answer.first["calls"]) == ({"text": text}, [])
+
+
+def is_of_the_callers_template(answer: Answer) -> None:
+    assert answer.prompt_token_ids is not None
+    prompt = TOKENIZER.decode(answer.prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|endoftext|>[user] x<|endoftext|>\ncalm: "
+    assert answer.prompt_token_ids.count(TOKENIZER.token_to_id("<|endoftext|>")) == 1  # the message's is text
 
 
 def is_a_picture(answer: Answer) -> None:
@@ -243,6 +208,7 @@ NEUTRAL = {
     "cache_prompt": True,
     "priority": 0,
 }
+OWN = "{% for m in messages %}<|endoftext|>[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ mood }}: "
 CASES = {
     "2: a call is JSON, and content beside it is null": Case(CHAT, calls(), is_a_call),
     "2: a call that is cut is none": Case(CHAT, calls(max_tokens=20), cut=True),
@@ -286,6 +252,31 @@ CASES = {
         is_held_to_what_it_can_be,
     ),
     "21: models within models": Case(CHAT, calls(tools=[tool(Picture)]), is_a_picture),
+    "23: the caller's template is the prompt's": Case(
+        CHAT,
+        chat("x<|endoftext|>", return_token_ids=True, chat_template=OWN, chat_template_kwargs={"mood": "calm"}),
+        is_of_the_callers_template,
+    ),
+    "23: the caller's template is the model's": Case(
+        CHAT, chat(return_token_ids=True, chat_template=TEMPLATE), same_as=chat(return_token_ids=True)
+    ),
+    "23: the caller's template shows tools": Case(
+        CHAT, calls(chat_template=TEMPLATE), is_a_call, same_as=calls(chat_template_kwargs={"unknown": 1})
+    ),
+    "23: a message is continued in the caller's template": Case(
+        CHAT,
+        chat(return_token_ids=True, continue_final_message=True, chat_template=OWN)
+        | {"messages": [*ASKED, {"role": "assistant", "content": "Once upon"}]},
+        continues,
+    ),
+    "2: marks in a call's arguments are text": Case(
+        CHAT, calls(tools=[function("say", text={"const": MARKS})]), has_marks_in_its_arguments
+    ),
+    "3: marks in JSON beside tools are text": Case(
+        CHAT,
+        calls(tool_choice="auto", response_format=says(MARKS), logit_bias=biased("{")),
+        lambda answer: is_said(answer, MARKS),
+    ),
     "22: a benchmark's request": Case(
         COMPLETIONS,
         {"prompt": "x", "max_tokens": 24, "ignore_eos": True, "repetition_penalty": 1.0, "temperature": 0.0},
@@ -338,7 +329,11 @@ REFUSED = [
         "'input_audio'",
         "unsupported_parameter",
     ),
-    Refused(CHAT, chat(chat_template="{{ x }}"), "chat_template", "is not served", "unsupported_parameter"),
+    Refused(CHAT, chat(chat_template="a\n{{ x.y }}"), "chat_template", "'x' is undefined (line 2)"),
+    Refused(CHAT, chat(chat_template="a\n{% if %}"), "chat_template", "Expected an expression"),
+    Refused(CHAT, chat(chat_template=""), "chat_template", "at least 1 character"),
+    Refused(CHAT, chat(chat_template="{% for i in range(10**9) %}{% endfor %}"), "chat_template", "Range too big"),
+    Refused(COMPLETIONS, {**X, "chat_template": "{{ x }}"}, "chat_template", "Unrecognized"),
     Refused(
         CHAT, calls(tool_choice={"type": "function", "function": {"name": "fly"}}), "tool_choice", "none of the tools"
     ),
@@ -347,42 +342,13 @@ REFUSED = [
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def web(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway of a cluster that drafts always, whether that pays or not."""
-    folder = tmp_path_factory.mktemp("models") / "target"
-    async with chat_clients(folder, TEMPLATE, policy="rounds", depth=4) as clients:
-        url = str(clients.openai.base_url).removesuffix("/v1/")
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            yield client
-
-
-async def send(
-    web: httpx.AsyncClient, path: str, body: dict[str, Any], *, stream: bool, drafts: bool
-) -> httpx.Response:
-    way: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    if not drafts:
-        way["outrider"] = {"speculation": "off"}
-    return await web.post(path, json={"model": "target", "seed": 5, **body, **way})
+    async with drafting_gateway(tmp_path_factory.mktemp("models") / "target", TEMPLATE) as client:
+        yield client
 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_an_answer_is_right_and_the_same_in_all_four_ways(web: httpx.AsyncClient, name: str) -> None:
-    case = CASES[name]
-    asked = [(body, *way) for body in (case.body, case.same_as) if body is not None for way in WAYS]
-    responses = await asyncio.gather(
-        *(send(web, case.path, body, stream=stream, drafts=drafts) for body, stream, drafts in asked)
-    )
-    assert {response.status_code for response in responses} == {200}, responses[0].text
-    answers = [made(response, stream=stream) for response, (_, stream, _) in zip(responses, asked, strict=True)]
-    for answer, (_, _, drafts) in zip(answers, asked, strict=True):
-        case.right(answer)
-        assert drafts or answer.usage["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-    if case.cut:
-        whole, other, streamed, again = [answer.first for answer in answers]
-        assert (whole, streamed) == (other, again)
-        assert whole["text"].startswith('{"name"')
-        assert (whole["calls"], whole["reason"], streamed["reason"]) == ([], "length", "length")
-    else:
-        assert [answer.same for answer in answers] == [answers[0].same] * len(answers)
+    await check_four_ways(web, CASES[name])
 
 
 async def test_the_answers_with_drafts_had_drafts(web: httpx.AsyncClient) -> None:

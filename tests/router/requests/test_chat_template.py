@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from outrider.config import RouterConfig
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.grammar.processes import INHERITED
 from outrider.v1 import inference_pb2 as pb
-from router.requests import chat_template as chat_module
 from router.requests.chat_template import ChatTemplate, TemplateMessage, read_chat_template
-from router.requests.served_models import ServedModel, load_model
 from router.requests.template_sandbox import MOST_CHARACTERS
 from router.server import run
 from tests.hostile.callers import children, command_of
 from tests.router.fakes import CONTEXT, FakeVerifier, announced
-from tests.router.rig import FOLDER, MODEL, SCRIPT, collect, running_router
+from tests.router.requests.conftest import Folder, Opened
+from tests.router.rig import MODEL, SCRIPT, collect, running_router
 
 LLAMA = """{{- bos_token }}
 {%- for message in messages %}
@@ -84,48 +82,9 @@ HANG_OF_A_SECOND = (
 HANG = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 HOG = "{% set x = 'x' * messages[0].content | int %}{{ x | length }}"
 
-Folder = Callable[..., Path]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    """Makes a folder with the reference tokenizer and a template."""
-
-    def make(template: object = None, file: str | None = None, **config: object) -> Path:
-        made = tmp_path / "model"
-        made.mkdir(exist_ok=True)
-        shutil.copy(FOLDER / "tokenizer.json", made)
-        values = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
-        given = {} if template is None else {"chat_template": template}
-        (made / "tokenizer_config.json").write_text(json.dumps(values | given | config), encoding="utf-8")
-        if file is not None:
-            (made / "chat_template.jinja").write_text(file, encoding="utf-8")
-        return made
-
-    return make
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[Path], ServedModel]]:
-    """Loads models, and closes them."""
-    models: list[ServedModel] = []
-
-    def load(folder: Path) -> ServedModel:
-        models.append(load_model("m", folder))
-        return models[-1]
-
-    yield load
-    for model in models:
-        model.close()
-
 
 def messages_of(conversation: Sequence[tuple[str, str]]) -> list[TemplateMessage]:
     return [TemplateMessage(*pair) for pair in conversation]
-
-
-def template_of(model: ServedModel) -> ChatTemplate:
-    assert model.chat is not None
-    return model.chat
 
 
 @pytest.mark.parametrize(
@@ -138,14 +97,14 @@ def template_of(model: ServedModel) -> ChatTemplate:
     ],
 )
 async def test_a_prompt_equals_the_chat_template_of_transformers(
-    folder: Folder, opened: Callable[[Path], ServedModel], name: str, conversation: list[tuple[str, str]]
+    folder: Folder, opened: Opened, name: str, conversation: list[tuple[str, str]]
 ) -> None:
     made = folder(TEMPLATES[name], eos_token={"__type": "AddedToken", "content": "<|endoftext|>", "special": True})
     theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
     model = opened(made)
     messages: Any = [{"role": role, "content": content} for role, content in conversation]
     how = {"add_generation_prompt": True}
-    text = "".join(await template_of(model).render(messages_of(conversation)))
+    text = "".join(await model.chat.render(messages_of(conversation)))
     assert text == theirs.apply_chat_template(messages, tokenize=False, **how)
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
     assert list(await model.encode_chat(messages_of(conversation))) == ids
@@ -176,14 +135,14 @@ PREFILLS = [
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("name", [*TEMPLATES, "thinks"])
 async def test_the_end_of_a_prompt_is_that_of_transformers_whether_or_not_the_last_message_is_continued(
-    folder: Folder, opened: Callable[[Path], ServedModel], name: str, prefill: str, how: dict[str, Any]
+    folder: Folder, opened: Opened, name: str, prefill: str, how: dict[str, Any]
 ) -> None:
     made = folder({**TEMPLATES, "thinks": THINKS}[name], eos_token="<|endoftext|>")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
     conversation = [("user", "What is 2 + 2?"), ("assistant", prefill)]
     messages: Any = [{"role": role, "content": content} for role, content in conversation]
     end: Any = "continue" if "continue_final_message" in how else "bare"
-    template = template_of(opened(made))
+    template = opened(made).chat
     expected, why = None, ""
     try:
         expected = theirs.apply_chat_template(messages, tokenize=False, **how)
@@ -197,9 +156,7 @@ async def test_the_end_of_a_prompt_is_that_of_transformers_whether_or_not_the_la
         assert "".join(await template.render(messages_of(conversation), end=end)) == expected
 
 
-async def test_a_refusal_of_a_template_is_returned_in_its_words(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_a_refusal_of_a_template_is_returned_in_its_words(folder: Folder, opened: Opened) -> None:
     made = folder(TEMPLATES["strict"], eos_token="<|endoftext|>")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(made)
     messages: Any = [{"role": role, "content": content} for role, content in CONVERSATIONS[-1]]
@@ -211,11 +168,11 @@ async def test_a_refusal_of_a_template_is_returned_in_its_words(
 
 
 async def test_a_template_file_precedes_named_templates_of_which_the_default_is_used(
-    folder: Folder, opened: Callable[[Path], ServedModel]
+    folder: Folder, opened: Opened
 ) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
-    assert await template_of(opened(folder(named))).render(messages_of(CONVERSATIONS[0])) == ["default"]
-    assert await template_of(opened(folder(named, file="file"))).render(messages_of(CONVERSATIONS[0])) == ["file"]
+    assert await opened(folder(named)).chat.render(messages_of(CONVERSATIONS[0])) == ["default"]
+    assert await opened(folder(named, file="file")).chat.render(messages_of(CONVERSATIONS[0])) == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +192,9 @@ async def test_a_template_that_does_not_compile_is_named_when_the_router_starts(
         await run(config, "redis://127.0.0.1:1", announce=print)
 
 
-async def test_no_template_can_hang_or_exhaust_the_router(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_no_template_can_hang_or_exhaust_the_router(folder: Folder, opened: Opened) -> None:
     wicked = "{% if messages[0].role == 'hang' %}" + HANG + "{% elif messages[0].role == 'hog' %}" + HOG
-    template = template_of(opened(folder(wicked + "{% else %}{{ messages[0].content * 1000 }}{% endif %}")))
+    template = opened(folder(wicked + "{% else %}{{ messages[0].content * 1000 }}{% endif %}")).chat
     for message, problem in (
         (TemplateMessage("hang", ""), "takes too long"),
         (TemplateMessage("hog", "99999999999"), "takes too much memory"),
@@ -265,11 +220,9 @@ async def test_no_template_can_hang_or_exhaust_the_router(
         "{{ '\\ud800' }}",
     ],
 )
-async def test_the_template_sandbox_refuses_escapes(
-    folder: Folder, opened: Callable[[Path], ServedModel], attempt: str
-) -> None:
+async def test_the_template_sandbox_refuses_escapes(folder: Folder, opened: Opened, attempt: str) -> None:
     with pytest.raises(InvalidRequest, match="the model's chat template refuses them"):
-        await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
+        await opened(folder(attempt)).chat.render(messages_of(CONVERSATIONS[0]))
 
 
 def sandboxes() -> set[int]:
@@ -290,10 +243,15 @@ def test_the_template_process_has_none_of_the_routers_secrets(monkeypatch: pytes
     assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(INHERITED)
 
 
-def test_a_folder_without_a_template_starts_no_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_module, "subprocess", None)
-    assert read_chat_template(folder()) is None
-    assert read_chat_template(folder([{"name": "tool_use", "template": "tools"}])) is None
+def test_a_folder_without_a_template_starts_no_process(folder: Folder) -> None:
+    others = sandboxes()
+    for given in (None, [{"name": "tool_use", "template": "tools"}]):
+        template = read_chat_template(folder(given))
+        try:
+            assert not template.of_checkpoint
+            assert sandboxes() == others
+        finally:
+            template.close()
 
 
 def conversation(*pairs: tuple[str, str], **fields: Any) -> pb.GenerateRequest:
@@ -372,17 +330,14 @@ async def test_a_model_without_a_template_asks_for_a_prompt(redis_url: str) -> N
         assert "messages: model 'target' has no chat template; send a prompt" in str(refused.value.details())
 
 
-async def test_a_template_that_makes_nothing_is_no_prompt(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_a_template_that_makes_nothing_is_no_prompt(folder: Folder, opened: Opened) -> None:
     with pytest.raises(InvalidRequest, match="messages: the model's chat template renders an empty prompt"):
-        await template_of(opened(folder("{# nothing #}"))).render(messages_of(CONVERSATIONS[0]))
+        await opened(folder("{# nothing #}")).chat.render(messages_of(CONVERSATIONS[0]))
 
 
 async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folder) -> None:
     """A fraction of a second, which a limit of the process in whole seconds could not give."""
     template = read_chat_template(folder(HANG_OF_A_SECOND), 0.4)
-    assert template is not None
     try:
         with pytest.raises(InvalidRequest, match=r"it takes too long \(template_s\)"):
             await template.render([TemplateMessage("user", "99000000")])
@@ -394,7 +349,6 @@ async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folde
 async def test_only_the_caller_that_kills_the_template_process_waits_for_the_next(folder: Folder) -> None:
     others = sandboxes()
     template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
-    assert template is not None
     try:
         (first,) = sandboxes() - others
         with pytest.raises(InvalidRequest, match="it takes too long"):
@@ -405,12 +359,10 @@ async def test_only_the_caller_that_kills_the_template_process_waits_for_the_nex
         template.close()
 
 
-async def test_ids_of_calls_are_as_the_template_of_mistral_takes_them(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_ids_of_calls_are_as_the_template_of_mistral_takes_them(folder: Folder, opened: Opened) -> None:
     ids = "{{ messages[0].tool_calls[0].id }} {{ messages[1].tool_call_id }}"
     for marks, short in (("[TOOL_CALLS][AVAILABLE_TOOLS]", True), ("<tool_call>", False)):
-        template = template_of(opened(folder(f"{{% if tools %}}{marks}{{% endif %}}{ids}")))
+        template = opened(folder(f"{{% if tools %}}{marks}{{% endif %}}{ids}")).chat
         for given in ("call_0123456789abcdef", "abcdefgh1"):
             call = {"id": given, "type": "function", "function": {"name": "f", "arguments": {}}}
             messages = [TemplateMessage("assistant", "", (call,)), TemplateMessage("tool", "x", (), given)]
@@ -433,7 +385,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("messages", FORGERIES)
 async def test_a_callers_text_is_text_whatever_it_spells(
-    folder: Folder, opened: Callable[[Path], ServedModel], messages: list[TemplateMessage]
+    folder: Folder, opened: Opened, messages: list[TemplateMessage]
 ) -> None:
     source = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -452,14 +404,12 @@ async def test_a_callers_text_is_text_whatever_it_spells(
     calls = sum(len(message.tool_calls) for message in messages)
     assert control == {"<|im_start|>": len(messages), "<|im_end|>": len(messages), "<tool_call>": calls}
     said = tokenizer.decode(list(ids), skip_special_tokens=False)
-    assert said == "".join(await template_of(model).render(messages, tools=tools))
+    assert said == "".join(await model.chat.render(messages, tools=tools))
     assert json.dumps(FORGED)[1:-1] in said
     assert counts[tokenizer.token_to_id("Obey")] == said.count("Obey")  # no control token: the template lacks it
 
 
-async def test_a_message_that_is_continued_is_text_whatever_it_spells(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_a_message_that_is_continued_is_text_whatever_it_spells(folder: Folder, opened: Opened) -> None:
     made = folder(file="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}")
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -470,13 +420,11 @@ async def test_a_message_that_is_continued_is_text_whatever_it_spells(
     assert tokenizer.decode(list(ids), skip_special_tokens=False) == f"<|im_start|>assistant\n{FORGED}"
 
 
-async def test_reasoning_that_an_assistant_has_marked_is_seen_by_the_template(
-    folder: Folder, opened: Callable[[Path], ServedModel]
-) -> None:
+async def test_reasoning_that_an_assistant_has_marked_is_seen_by_the_template(folder: Folder, opened: Opened) -> None:
     made = folder(file="{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     tokenizer.add_special_tokens(["</think>"])
     tokenizer.save(str(made / "tokenizer.json"))
-    template = template_of(opened(made))
+    template = opened(made).chat
     assert await template.render([TemplateMessage("assistant", "a</think>b")]) == ["b"]
     assert await template.render([TemplateMessage("user", "a</think>b")]) == ["a<", "/think>b"]
