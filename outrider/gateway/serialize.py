@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from outrider.client import FinishReason, Generation, LogprobRows, Model, ModelAdapter, TokenLogprobs
 from outrider.core.answers.answer_reader import AnswerReader, ModelForm
-from outrider.core.answers.call_reader import REASONING, CallPiece
+from outrider.core.answers.call_reader import CONTENT, REASONING, CallPiece
 from outrider.core.answers.formats import FORMATS, short_id
 from outrider.gateway.schema import ResponseTerms
 
@@ -104,6 +104,7 @@ class ChatForm:
         self._asked = asked
         self._readers: dict[int, AnswerReader] = {}  # of streamed choices
         self._begun: set[int] = set()  # choices whose role was sent
+        self._answered: set[int] = set()  # choices of which content or a call was sent
 
     def complete(self, index: int, generation: Generation) -> Json:
         (content, reasoning, calls), why = generation.parts, reason(generation)
@@ -142,18 +143,22 @@ class ChatForm:
     def last(self, index: int, reason: str) -> list[Json]:
         reader = self._readers.pop(index, None)
         left = [] if reader is None else self._deltas(index, reader.form, reader.finish())
-        if index not in self._begun:  # the choice has no text
-            left = [self._role(index, "")]
+        if index not in self._answered:  # the choice has reasoning at most
+            left += (
+                [self._delta(index, {"content": ""}, None, None)] if index in self._begun else [self._role(index, "")]
+            )
         return [*left, self._delta(index, {}, None, _with_calls(reason, reader is not None and reader.called))]
 
     def _deltas(self, index: int, form: ModelForm, pieces: Iterable[CallPiece]) -> list[Json]:
-        """Return the events of pieces; before a choice's first one is its role, with content unless that is a call."""
+        """Return the events of pieces; before a choice's first one is its role, with content if that is some."""
         deltas = []
         for piece in pieces:
             if piece.failed:
                 continue
             if index not in self._begun:
-                deltas.append(self._role(index, None if piece.call >= 0 else ""))
+                deltas.append(self._role(index, "" if piece.call == CONTENT else None))
+            if piece.call != REASONING:
+                self._answered.add(index)
             deltas.append(self._piece(index, form, piece))
         return deltas
 
