@@ -358,6 +358,27 @@ async def _templates(attacker: Attacker) -> None:
     await attacker.at_once(100, lambda number: attacker.call("Generate", conversation(number)))
 
 
+async def _callers_templates(attacker: Attacker) -> None:
+    """Templates of the caller's own that take all of their time or memory, nest, write much, or are long."""
+    templates = (
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ 7 ** (7 ** 10) }}",
+        "{% set ns = namespace(x='a') %}{% for _ in range(99) %}{% set ns.x = ns.x * 9 %}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'a' * 40 }}{% endfor %}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{{ " + "[" * 30_000 + "]" * 30_000 + " }}",
+        "{{ a }}" * 9000,
+        "x" * (MIB // 16 - 64),
+    )
+    user = pb.Message(role="user", content="x")
+    sampling = pb.Sampling(max_tokens=1)
+    calls = [
+        pb.GenerateRequest(messages=[user], chat_template=each, sampling=sampling).SerializeToString()
+        for each in templates
+    ]
+    await attacker.at_once(100, lambda number: attacker.call("Generate", calls[number % len(calls)]))
+
+
 async def _texts(attacker: Attacker) -> None:
     texts = [request("def f(x): return x\n" * (size // 20), max_tokens=1) for size in (4 * MIB, MIB // 16)]
     await attacker.at_once(40, lambda number: attacker.call("Generate", texts[number % 2]))
@@ -680,6 +701,7 @@ ATTACKS: dict[str, Attack] = {
     "handshakes": _handshakes,
     "invalid-requests": _invalid_requests,
     "templates": _templates,
+    "callers-templates": _callers_templates,
     "texts": _texts,
     "rates": _rates,
     "watches": _watches,

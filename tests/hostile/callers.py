@@ -31,6 +31,7 @@ from outrider.rpc.certificates import make
 from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
 from outrider.store.sessions import claim_name
+from router.requests.template_sandbox import MOST_BYTES
 from tests.altered import altered
 from tests.e2e.conftest import MODELS
 from tests.e2e.test_faults import free_port
@@ -65,7 +66,7 @@ BOUNDS = {  # bytes of each process at most, as in docs/security.md
     "verifier-0": 256 * 2**20,
     "drafter-0": 256 * 2**20,
     "redis": 128 * 2**20,
-    "template": 128 * 2**20,
+    "template": MOST_BYTES,  # each process that renders
     "grammars": 512 * 2**20,  # all processes of one server's grammars, what they share counted once
 }
 TEMPLATE = (  # takes time in proportion to a number in the first message
@@ -284,19 +285,29 @@ class Besieged:
         while True:
             for name, pid in self._pids().items():
                 memory[name] = max(memory.get(name, 0), resident_bytes(pid))
+            memory["template"] = max(memory.get("template", 0), await asyncio.to_thread(self._template))
             memory["grammars"] = max(memory.get("grammars", 0), await asyncio.to_thread(self._grammars))
             await asyncio.sleep(LOOK_S)
 
     def _pids(self) -> dict[str, int]:
-        """The servers' processes, and the router's process for templates."""
+        """The servers' processes, and the router's for its model's template."""
         pids = {name: process.pid for name, process in self._cluster.processes.items()}
         redis = self._cluster._redis
         assert redis is not None
         pids["redis"] = redis.pid
-        for child in children(pids["router"]):
-            if "template_sandbox" in command_of(child):
-                pids["template"] = child
+        for child in self._sandboxes()[:1]:
+            pids["template"] = child
         return pids
+
+    def _sandboxes(self) -> list[int]:
+        """The router's processes for templates: its model's, and the one that is forked for callers'."""
+        router = self._cluster.processes["router"].pid
+        return [child for child in children(router) if "template_sandbox" in command_of(child)]
+
+    def _template(self) -> int:
+        """Bytes of the largest process that renders a template."""
+        first = self._sandboxes()
+        return max(map(resident_bytes, (*first, *(pid for each in first for pid in children(each)))), default=0)
 
     def _grammars(self) -> int:
         """Bytes of the processes of grammars of the server that has most."""
