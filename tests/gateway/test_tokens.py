@@ -66,7 +66,8 @@ async def test_messages_end_as_those_of_a_chat_do(
         httpx.AsyncClient(base_url=harness.url) as web,
     ):
         prompts = set()
-        for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        template = {"chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+        for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}, template):
             asked = {"model": "target", "messages": messages, **fields}
             found = (await web.post("/tokenize", json=asked)).json()
             await web.post("/v1/chat/completions", json={**asked, "max_tokens": 1})
@@ -74,17 +75,21 @@ async def test_messages_end_as_those_of_a_chat_do(
             prompts.add(tuple(found["tokens"]))
         both = {"add_generation_prompt": True, "continue_final_message": True}
         refused = await web.post("/tokenize", json={"messages": messages, **both})
-    assert len(prompts) == 3
+    assert len(prompts) == 4
+    assert MODEL.tokenizer.encode("[x][Once]").ids in map(list, prompts)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "continue_final_message"
 
 
+USER = [{"role": "user", "content": "x"}]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "prompt: give prompt or messages"),
     ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt: give prompt or messages"),
     ("/tokenize", {"prompt": "x", "tools": []}, ""),
     ("/tokenize", {"prompt": "x", "model": "other"}, "model 'other' is not served here"),
-    ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
+    ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template: is for messages"),
+    ("/tokenize", {"messages": USER, "chat_template": "{% if %}"}, "chat_template: cannot be rendered: Expected"),
+    ("/tokenize", {"messages": USER, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs: must not have 'to"),
     ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt: is for messages"),
     ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message: is for messages"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "has no chat template"),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -27,7 +28,7 @@ from tests.loops import no_stall
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.requests.conftest import Folder, Opened
 from tests.router.requests.test_chat_template import HANG, STRICT, TEMPLATES, THINKS, messages_of
-from tests.router.rig import MODEL, SCRIPT, running_router
+from tests.router.rig import MODEL, SCRIPT, running_router, until
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 USER = [TemplateMessage("user", "hi")]
@@ -179,6 +180,28 @@ def test_a_process_that_only_computes_can_do_nothing_else(name: str) -> None:
     """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.returncode) == ("1", 0), ended.stderr  # EPERM
+
+
+async def test_a_callers_template_runs_where_nothing_but_computing_is_possible(folder: Folder) -> None:
+    others = bounded_processes()
+    chat = read_chat_template(folder(), 1.0)
+    try:
+        await chat.render(USER, template=PLAIN)
+        (first,) = bounded_processes() - others
+        rendering = asyncio.create_task(chat.render(USER, template=HANG))
+        await until(lambda: any(map(filtered, children(first))))
+        (process,) = children(first)
+        assert len(os.listdir(f"/proc/{process}/fd")) == 1  # its answer's
+        assert not filtered(first)
+        with pytest.raises(InvalidRequest, match="it takes too long"):
+            await rendering
+    finally:
+        await asyncio.to_thread(chat.close)
+
+
+def filtered(pid: int) -> bool:
+    """Whether a process has a filter of system calls (proc(5), Seccomp)."""
+    return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text(encoding="ascii")
 
 
 async def in_time(work: Awaitable[Any], seconds: float = SOON_S) -> Any:
