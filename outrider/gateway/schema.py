@@ -130,13 +130,6 @@ class Outrider(RequestBody):
     ignore_eos: bool | None = None
 
 
-def check_own(body: RequestBody, outrider: Outrider) -> None:
-    """Raise ValueError for a field that a body and its `outrider` both have."""
-    both = next((name for name in OWN if None not in (getattr(body, name, None), getattr(outrider, name))), None)
-    if both is not None:
-        raise ValueError(f"{both}: is in outrider, too; give one of them")
-
-
 class StructuredOutputs(RequestBody):
     """What an answer has to be, as vLLM has it."""
 
@@ -192,6 +185,11 @@ class AnswerRequest(RequestBody):
     """A request for answers, by the API of its caller."""
 
     model: str  # as `/v1/models` lists it
+    temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
+    top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
+    seed: int | None = None  # the text is then certain; OpenAI only tries for that, in chats and completions alone
+    stream: bool = False
+    outrider: Outrider = Outrider()  # see above
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -212,27 +210,55 @@ class AnswerRequest(RequestBody):
         """The fields of this request, by the SDK's names for them, where these differ."""
         raise NotImplementedError
 
+    @property
+    def token_limit(self) -> int | None:
+        """Limit on the new tokens of each answer; None: as many as fit into the context."""
+        raise NotImplementedError
+
+    @property
+    def schemas(self) -> list[Any]:
+        """The schemas that parts of the answer have to follow."""
+        raise NotImplementedError
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The SDK's keywords for what the APIs do not share; None is no value."""
+        raise NotImplementedError
+
     def options(self) -> Options:
         """Return the SDK's keywords for this request."""
-        raise NotImplementedError
+        options = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": None if self.seed is None else self.seed % 2**64,
+            **self.given,
+            **self.outrider.model_dump(exclude_none=True),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+
+    @model_validator(mode="after")
+    def _has_nothing_twice(self) -> Self:
+        """Raise ValueError for a field that the body and its `outrider` both have."""
+        own = (name for name in OWN if None not in (getattr(self, name, None), getattr(self.outrider, name)))
+        if (both := next(own, None)) is not None:
+            raise ValueError(f"{both}: is in outrider, too; give one of them")
+        return self
 
 
 class GenerationForm(AnswerRequest):
     """The fields that completions and chats share."""
 
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)  # up to 128, which share a seed; the prompt is read once
-    temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
-    top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     # -100 to 100, by token id, up to 4,096
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None, BeforeValidator(_short)
     ] = None
-    seed: int | None = None  # the text is then certain, which OpenAI only tries for
     # up to 16 strings
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None  # `include_usage`, `continuous_usage_stats`
     user: NoEffect = None
     request_id: NoEffect = None
@@ -271,7 +297,6 @@ class GenerationForm(AnswerRequest):
     dynatemp_range: Unserved = only(0)
     dry_multiplier: Unserved = only(0)
     xtc_probability: Unserved = only(0)
-    outrider: Outrider = Outrider()  # see above
 
     @property
     def token_field(self) -> str:
@@ -298,11 +323,6 @@ class GenerationForm(AnswerRequest):
             token_ids=self.return_token_ids,
             tokens_as_ids=self.return_tokens_as_token_ids,
         )
-
-    @property
-    def token_limit(self) -> int | None:
-        """Limit on the new tokens of each answer; None: as many as fit into the context."""
-        raise NotImplementedError
 
     @property
     def alternatives(self) -> int | None:
@@ -354,7 +374,6 @@ class GenerationForm(AnswerRequest):
             raise ValueError(f"{forms[1].field}: does not go with {forms[0].field}: an answer has one of them")
         if self.repeat_penalty is not None and self.repetition_penalty is not None:
             raise ValueError("repeat_penalty: is another name of repetition_penalty; give one of them")
-        check_own(self, self.outrider)
         return self
 
     @model_validator(mode="after")
@@ -365,13 +384,10 @@ class GenerationForm(AnswerRequest):
             raise ValueError("prompt_logprobs: are not streamed; set stream to false")
         return self
 
-    def options(self) -> Options:
-        """Return the SDK's keywords for this request."""
+    @property
+    def given(self) -> dict[str, Any]:
         penalty = self.repetition_penalty if self.repetition_penalty is not None else self.repeat_penalty
-        options: dict[str, Any] = {
-            "model": self.model,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        return {
             "top_k": self.top_k and max(0, self.top_k),
             "min_p": self.min_p,
             "repetition_penalty": penalty,
@@ -382,7 +398,6 @@ class GenerationForm(AnswerRequest):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
-            "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
@@ -392,9 +407,6 @@ class GenerationForm(AnswerRequest):
             "prompt_logprobs": self.prompt_alternatives,
             **{form.option: form.value for form in self.forms},
         }
-        given = {name: value for name, value in options.items() if value is not None}
-        own = {name: value for name, value in self.outrider.model_dump().items() if value is not None}
-        return {**given, **own, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
 
 
 def _most_tokens(prompt: Prompt) -> int | None:
@@ -524,6 +536,16 @@ class CalledFunction(LenientBody):
     arguments: Annotated[str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)]
 
 
+def made_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call in the form that chat templates take; `arguments`: JSON."""
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def text_parts(content: object) -> object:
+    """Return content as a list of parts; a text is one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class MadeCall(LenientBody):
     """A call that the assistant has made."""
 
@@ -534,8 +556,7 @@ class MadeCall(LenientBody):
     @property
     def for_template(self) -> dict[str, Any]:
         """The call in the form that chat templates take. (pydantic's own dump takes ten times as long.)"""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        return made_call(self.id, self.function.name, self.function.arguments)
 
 
 class ChatMessage(LenientBody):

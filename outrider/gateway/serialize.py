@@ -261,27 +261,22 @@ def speculation(generations: Sequence[Generation]) -> Json:
 
 def model(entry: Model) -> Json:
     """Return an entry of /v1/models."""
-    return {
-        "id": entry.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "outrider",
-        "context_window": entry.context,
-        "max_model_len": entry.context,
-    }
+    return _listed(entry.name, entry.context)
 
 
 def adapter(entry: ModelAdapter, context: int) -> Json:
     """Return an adapter's entry of /v1/models: `parent` is its model, `root` its folder."""
+    return _listed(entry.name, context) | {"root": entry.folder, "parent": entry.model}
+
+
+def _listed(name: str, context: int) -> Json:
     return {
-        "id": entry.name,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "outrider",
         "context_window": context,
         "max_model_len": context,
-        "root": entry.folder,
-        "parent": entry.model,
     }
 
 

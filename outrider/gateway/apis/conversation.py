@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.client import Options
-from outrider.gateway.schema import (
-    UNSUPPORTED,
-    AnswerRequest,
-    LenientBody,
-    Outrider,
-    ResponseTerms,
-    check_own,
-    not_enforced,
-)
+from outrider.gateway.schema import UNSUPPORTED, AnswerRequest, LenientBody, ResponseTerms, not_enforced
 
 
 class TypedPart(LenientBody):
@@ -40,28 +31,7 @@ class TypedPart(LenientBody):
 
 
 class ConversationForm(AnswerRequest):
-    """The fields that both share. There is one answer."""
-
-    stream: bool = False
-    temperature: float | None = Field(default=None, ge=0, le=2)  # 0 to 2
-    top_p: float | None = Field(default=None, gt=0, le=1)  # above 0
-    seed: int | None = None  # of neither API: the text is then certain
-    outrider: Outrider = Outrider()  # see above
-
-    @property
-    def token_limit(self) -> int | None:
-        """Limit on the new tokens of the answer; None: as many as fit into the context."""
-        raise NotImplementedError
-
-    @property
-    def schemas(self) -> list[Any]:
-        """The schemas that parts of the answer have to follow."""
-        raise NotImplementedError
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The SDK's keywords for what is the API's own; None is no value."""
-        raise NotImplementedError
+    """What both share: there is one answer."""
 
     @property
     def terms(self) -> ResponseTerms:
@@ -70,34 +40,11 @@ class ConversationForm(AnswerRequest):
             self.model, 1, self.stream, False, False, None, self.token_limit, self.names, not_enforced(self.schemas)
         )
 
-    def options(self) -> Options:
-        """Return the SDK's keywords for this request."""
-        options = {
-            "model": self.model,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": None if self.seed is None else self.seed % 2**64,
-            **self.given,
-            **self.outrider.model_dump(exclude_none=True),
-        }
-        given = {name: value for name, value in options.items() if value is not None}
-        return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
-
-    @model_validator(mode="after")
-    def _one_field_for_each_thing(self) -> ConversationForm:
-        check_own(self, self.outrider)
-        return self
-
 
 def assistant_message(content: str, reasoning: str, calls: Sequence[Any]) -> dict[str, Any]:
     """Return an answer in the form that chat templates take."""
     given = {"reasoning_content": reasoning, "tool_calls": [*calls]}
     return {"role": "assistant", "content": content} | {name: value for name, value in given.items() if value}
-
-
-def made_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call in the form that chat templates take; `arguments`: JSON."""
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from outrider.gateway.apis.conversation import (
     TypedPart,
     assistant_message,
     function_tool,
-    made_call,
 )
 from outrider.gateway.schema import (
     MOST_MESSAGES,
@@ -31,7 +30,9 @@ from outrider.gateway.schema import (
     NoEffect,
     RequestBody,
     Unserved,
+    made_call,
     only,
+    text_parts,
 )
 
 KEPT_EDIT = "clear_thinking_"  # type of an edit of the context, which changes nothing if it keeps all thinking
@@ -47,11 +48,7 @@ class TextBlock(TypedPart):
     text: str | None = None
 
 
-def _blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Texts = Annotated[Items[TextBlock], BeforeValidator(_blocks)]  # text, or blocks of it; after validation blocks
+Texts = Annotated[Items[TextBlock], BeforeValidator(text_parts)]  # text, or blocks of it; after validation blocks
 
 
 class ContentBlock(TextBlock):
@@ -93,7 +90,7 @@ class TurnMessage(LenientBody):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)]
+    content: Annotated[Items[ContentBlock], BeforeValidator(text_parts)]
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> TurnMessage:

@@ -20,9 +20,17 @@ from outrider.gateway.apis.conversation import (
     TypedPart,
     assistant_message,
     function_tool,
-    made_call,
 )
-from outrider.gateway.schema import MOST_MESSAGES, Items, NoEffect, RequestBody, Unserved, only
+from outrider.gateway.schema import (
+    MOST_MESSAGES,
+    Items,
+    NoEffect,
+    RequestBody,
+    Unserved,
+    made_call,
+    only,
+    text_parts,
+)
 
 ENCRYPTED = "reasoning.encrypted_content"  # value of `include`
 LOGPROBS = "message.output_text.logprobs"  # value of `include` that is not served
@@ -51,12 +59,8 @@ def _text(content: Sequence[ItemPart] | None) -> str | None:
     return None if content is None else "".join(part.text or part.refusal or "" for part in content)
 
 
-def _parts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 # text, or parts of it; after validation always a string, or None
-Text = Annotated[Items[ItemPart] | None, BeforeValidator(_parts), AfterValidator(_text)]
+Text = Annotated[Items[ItemPart] | None, BeforeValidator(text_parts), AfterValidator(_text)]
 
 
 class InputItem(TypedPart):

@@ -200,7 +200,7 @@ async def test_a_callers_template_runs_where_nothing_but_computing_is_possible(f
 
 
 def filtered(pid: int) -> bool:
-    """Whether a process has a filter of system calls (proc(5), Seccomp)."""
+    """Return whether a process has a filter of system calls (proc(5), Seccomp)."""
     return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text(encoding="ascii")
 
 
