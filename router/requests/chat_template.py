@@ -99,17 +99,15 @@ class ChatTemplate:
 
         Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
-        process = self._callers if template else self._own
+        process, field, whose, refuses = self._own, "messages", "the model's chat template ", "refuses them"
+        if template:
+            process, field, whose, refuses = self._callers, TEMPLATE_FIELD, "", "cannot be rendered"
         try:
             parts = await process.run(tenant, self._render_blocking, messages, tools, variables, end, template)
         except TemplateError as error:
-            if template:
-                raise InvalidRequest(TEMPLATE_FIELD, f"cannot be rendered: {error}") from None
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
+            raise InvalidRequest(field, f"{whose}{refuses}: {error}") from None
         if not any(parts):
-            if template:
-                raise InvalidRequest(TEMPLATE_FIELD, "renders an empty prompt")
-            raise InvalidRequest("messages", "the model's chat template renders an empty prompt")
+            raise InvalidRequest(field, f"{whose}renders an empty prompt")
         return parts
 
     def close(self) -> None:
