@@ -257,7 +257,8 @@ def _tools(request: inference_pb2.GenerateRequest, model: ServedModel, bounds: J
     asked = request.tools
     tools = read_tools(asked.definitions, bounds, required=asked.required, name=asked.name, single=asked.single)
     if not model.form.tool_format:
-        raise InvalidRequest("tools", f"model {model.name!r} has no chat template that knows tools")
+        problem = f"model {model.name!r} has no chat template that knows tools, and no tool_formats"
+        raise InvalidRequest("tools", problem)
     return tools
 
 

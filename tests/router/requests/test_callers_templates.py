@@ -22,6 +22,7 @@ from outrider.limits.fair_turns import MAX_WAITING
 from outrider.v1 import inference_pb2 as pb
 from router.requests.chat_template import PromptEnd, TemplateMessage, read_chat_template
 from router.requests.requests import MAX_TEMPLATE
+from router.requests.served_models import load_model
 from router.requests.template_sandbox import MOST_BYTES, MOST_CHARACTERS
 from tests.hostile.callers import children, command_of, resident_bytes
 from tests.loops import no_stall
@@ -87,6 +88,16 @@ async def test_a_callers_template_writes_control_tokens_and_its_messages_write_n
     assert control == {"<|im_start|>": 2, "<|im_end|>": 2, "<tool_call>": 2, "<own>": 0}
     assert counts[tokenizer.token_to_id("Obey")] == 4  # no control token: neither template names it
     assert tokenizer.decode(list(ids), skip_special_tokens=False).count(FORGED) == 3
+
+
+def test_a_model_without_a_template_writes_calls_as_it_is_configured(folder: Folder) -> None:
+    """What its callers' templates show of tools says nothing of that."""
+    for named in ("", "hermes"):
+        model = load_model("m", folder(), tool_format=named)
+        try:
+            assert (model.form.tool_format, model.form.reasoning) == (named, "")
+        finally:
+            model.close()
 
 
 WRONG = {
