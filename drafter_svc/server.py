@@ -14,6 +14,7 @@ from drafter_svc.scheduler import DraftScheduler
 from outrider.config import DrafterConfig
 from outrider.engine.tensor_parallel.group import ALONE, Group
 from outrider.engine.threads import run_in_short_lived_thread
+from outrider.errors import ConfigError
 from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
@@ -28,10 +29,12 @@ from outrider.telemetry.process import exporting_telemetry
 from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire import drafter
 
+NOWHERE = "redis://127.0.0.1:1"  # that nobody connects to
+
 
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
-    """Serve until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
-    share the model, of which this is the first.
+    """Serve until cancelled. `announce` receives the bound address once calls are answered; `redis_url`: empty for a
+    drafter that no router finds; `group`: the ranks that share the model, of which this is the first.
 
     Raises CheckpointError when the model cannot be loaded, ConfigError when the configuration does not fit the model or
     the address cannot be bound, TokenizerMismatch for a store of another tokenizer.
@@ -39,7 +42,9 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     check_settings(config)
     tls = Tls.read(config.ca, config.cert, config.key)
     worker_id = new_drafter_id(tls.cert if tls is not None else None)
-    redis, clock = connect(redis_url), RedisClock()
+    if not redis_url and config.learns:
+        raise ConfigError("learns: what it learns from is in Redis; give --redis")
+    redis, clock = connect(redis_url or NOWHERE), RedisClock()  # it connects when it is used
     register_metric("outrider.clock.skew", clock.skew_s)
     if config.drafts == "model":
         ticket_verifier = TicketVerifier(partial(listed_keys, redis, clock.now), clock.now)
@@ -82,9 +87,10 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                     versions = Versions(redis, config.model_name)
                     tasks.keep_running("learning", hot_reload(config, servicer.capacity, scheduler, versions).run)
                 describe = partial(servicer.describe, address)
-                tasks.keep_running(
-                    "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed, clock)
-                )
+                if redis_url:
+                    tasks.keep_running(
+                        "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed, clock)
+                    )
                 announce(address)
                 await asyncio.Event().wait()  # until cancelled; drafting goes on until the server has drained
         finally:

@@ -21,7 +21,6 @@ from outrider.rpc.drafter_ids import UNNAMED, holder_of, name_of
 from outrider.rpc.status import errors_as_status
 from outrider.upstream.drafter_sender import DrafterSender
 from outrider.upstream.entrance import Entrance
-from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.upstream.upstream_session import UpstreamSession, UpstreamStream, WaitingSubscribe
 from outrider.wire import drafter as wire
 from outrider.wire.drafter import delta_from_pb
@@ -39,6 +38,19 @@ MAX_STREAMS = 4  # of one drafter's id, that tickets have admitted: one, and tho
 DRAFTERS_REMEMBERED = 1024  # drafters whose calibration is kept
 
 Requests = AsyncIterator[bytes]  # serialized DraftUps: what they may have at most depends on the stream
+
+
+class Tickets(Protocol):
+    """What a drafter's ticket is checked by."""
+
+    def check(self, ticket: bytes, permit: Permit) -> None:
+        """Raise Forbidden unless the ticket grants this permit."""
+
+    def request_reading(self, ticket: bytes) -> int | None:
+        """Return the number of the reading of keys that the ticket waits for; None: it can be checked now."""
+
+    async def run(self, on_read: Callable[[int], None]) -> None:
+        """Read keys whenever a reading is requested; call `on_read` after each. Run until cancelled."""
 
 
 class SessionHost(Protocol):
@@ -66,7 +78,7 @@ class UpstreamServicer:
         self,
         worker_id: str,
         tokenizer_digest: bytes,
-        ticket_verifier: TicketVerifier,
+        tickets: Tickets,
         fusion: bytes = b"",
         trusted: Collection[str] = (UNNAMED,),
     ) -> None:
@@ -78,7 +90,7 @@ class UpstreamServicer:
         self._trusted = trusted
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
-        self._ticket_verifier = ticket_verifier
+        self._tickets = tickets
         self._entrance = Entrance()
         self._streams: set[UpstreamStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
@@ -141,7 +153,7 @@ class UpstreamServicer:
 
     async def read_ticket_keys(self) -> None:
         """Read the routers' public keys when a ticket needs them. Run until cancelled."""
-        await self._ticket_verifier.run(self._on_keys_read)
+        await self._tickets.run(self._on_keys_read)
 
     @asynccontextmanager
     async def _counting(self) -> AsyncIterator[None]:
@@ -214,7 +226,7 @@ class UpstreamServicer:
         reason.
         """
         session = self._host.sessions.get(subscribe.session_id)
-        reading = self._ticket_verifier.request_reading(subscribe.ticket)
+        reading = self._tickets.request_reading(subscribe.ticket)
         try:
             if session is None or reading is not None:
                 self._wait(stream, subscribe, None if session is None else reading)
@@ -227,7 +239,7 @@ class UpstreamServicer:
         if subscribe.epoch != session.epoch:
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
-        self._ticket_verifier.check(subscribe.ticket, permit)
+        self._tickets.check(subscribe.ticket, permit)
         _check_holder(stream, self._streams)
         _check_trust(stream, session, self._trusted)
         _check_features(subscribe.features, self._fusion)

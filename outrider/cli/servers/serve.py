@@ -48,8 +48,11 @@ def verifier(context: typer.Context, redis: Redis) -> None:
     _work("verifier", config, redis, (config.model, config.heads, config.features))
 
 
-def drafter(context: typer.Context, redis: Redis) -> None:
-    """Draft ahead of a target: grow token trees and stream them to a verifier, or to a tier of better drafters."""
+def drafter(context: typer.Context, redis: Redis = "") -> None:
+    """Draft ahead of a target: grow token trees and stream them to a verifier, or to a tier of better drafters.
+
+    Without --redis no router finds it, and it drafts for engines that name its address, such as vLLM.
+    """
     config: DrafterConfig = section(context)
     _work("drafter", config, redis, (config.model, config.target, config.heads))
 
@@ -108,10 +111,12 @@ def _server_process(
 
 
 async def _run_with_redis(redis_url: str, service: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Check that Redis can be reached, then run the service.
+    """Check that Redis can be reached, then run the service. An empty URL: the service needs none.
 
     A server without Redis cannot be found by others, so it must fail instead of reporting that it is ready.
     """
+    if not redis_url:
+        return await service()
     from outrider.store.redis.client import connect, redis_errors
 
     client = connect(redis_url)
@@ -120,4 +125,4 @@ async def _run_with_redis(redis_url: str, service: Callable[[], Coroutine[Any, A
             await client.ping()
     finally:
         await client.aclose()
-    await service()
+    return await service()

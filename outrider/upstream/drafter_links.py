@@ -1,0 +1,163 @@
+"""Attaches drafters to the sessions of an upstream that has no router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import grpc.aio
+
+from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import DRAFTER, Tls
+from outrider.upstream.foreign_session import EPOCH, TENANT, ForeignSession
+from outrider.upstream.own_tickets import OwnTickets
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire.tickets import TICKET_S, Permit
+
+CALL_S = 2.0  # time that a drafter has to answer
+LOOK_S = 1.0  # between two looks at the drafters, and at sessions that have none
+RENEW_S = TICKET_S / 3  # between two tickets of a session
+
+log = logging.getLogger(__name__)
+
+
+class DrafterLink:
+    """A drafter at an address, as it described itself last."""
+
+    def __init__(self, address: str, stub: DrafterStub) -> None:
+        self.address = address
+        self.stub = stub
+        self.described: pb.DrafterDescription | None = None  # None: it does not answer, or has another tokenizer
+        self.attached: set[str] = set()  # sessions
+        self._said = ""
+
+    @property
+    def free(self) -> int:
+        """Slots that are free, as far as is known."""
+        if self.described is None:
+            return 0
+        return self.described.slots - max(self.described.sessions, len(self.attached))
+
+    async def look(self, tokenizer_digest: bytes) -> None:
+        """Ask the drafter what it is."""
+        try:
+            found = await self.stub.Describe(types_pb2.DescribeRequest(), timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            self.described = None
+            self._say(f"cannot be reached ({error.details() or error.code().name.lower()}); drafts go on without it")
+            return
+        if found.tokenizer_digest != tokenizer_digest:
+            self.described = None
+            self._say("uses another tokenizer than this model; draft with a model of the same family")
+            return
+        self.described = found
+        self._say(f"drafts with {found.model}, {found.slots} sessions at once")
+
+    def _say(self, what: str) -> None:
+        if what != self._said:
+            self._said = what
+            log.info("drafter %s %s", self.address, what)
+
+
+class DrafterLinks:
+    """Gives each session some drafters of a list, those with the most free slots first."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        tickets: OwnTickets,
+        upstream_id: str,
+        tokenizer_digest: bytes,
+        *,
+        each: int,
+        tls: Tls | None = None,
+    ) -> None:
+        """`each`: drafters of a session."""
+        self._addresses = [*addresses]
+        self._tickets = tickets
+        self._upstream_id = upstream_id
+        self._tokenizer_digest = tokenizer_digest
+        self._each = each
+        self._tls = tls
+        self._links: list[DrafterLink] = []
+        self._renewed: dict[str, float] = {}  # when a session's tickets were given out
+        self._wanted = asyncio.Event()
+        self.refusals = 0
+
+    @property
+    def usable(self) -> int:
+        """Drafters that answer and may draft."""
+        return sum(link.described is not None for link in self._links)
+
+    def wake(self) -> None:
+        """Have sessions without drafters attached now."""
+        self._wanted.set()
+
+    async def run(self, address: str, sessions: Mapping[str, ForeignSession]) -> None:
+        """Attach drafters while the sessions come and go, and detach those of sessions that have ended.
+
+        `address`: this upstream's, for drafters. Run until cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            for it in self._addresses:
+                channel = await stack.enter_async_context(open_channel(it, self._tls, DRAFTER if self._tls else ""))
+                self._links.append(DrafterLink(it, DrafterStub(channel)))
+            looked = 0.0
+            while True:
+                self._wanted.clear()
+                if loop.time() - looked >= LOOK_S:
+                    await asyncio.gather(*(link.look(self._tokenizer_digest) for link in self._links))
+                    looked = loop.time()
+                await self._detach_ended(sessions)
+                await asyncio.gather(*(self._attach(it, address, loop.time()) for it in [*sessions.values()]))
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wanted.wait()
+                except TimeoutError:
+                    pass
+
+    async def _attach(self, session: ForeignSession, address: str, now: float) -> None:
+        """Attach drafters to a session that has too few, and give its own ones new tickets in time."""
+        own = [link for link in self._links if session.id in link.attached]
+        for link in own:
+            if link.described is None:
+                link.attached.discard(session.id)
+        if now - self._renewed.setdefault(session.id, now) >= RENEW_S or len(session.subscriptions) < len(own):
+            self._renewed[session.id] = now
+            for link in own:
+                await self._ask(link, session, address)
+        others = [link for link in self._links if session.id not in link.attached and link.free > 0]
+        others.sort(key=lambda link: -link.free)
+        for link in others[: max(0, self._each - len(own))]:
+            await self._ask(link, session, address)
+
+    async def _ask(self, link: DrafterLink, session: ForeignSession, address: str) -> None:
+        if link.described is None:
+            return
+        permit = Permit(session.id, TENANT, link.described.worker_id, self._upstream_id, EPOCH)
+        request = pb.AttachRequest(
+            session_id=session.id, epoch=EPOCH, upstream=address, ticket=self._tickets.sign(permit), tenant=TENANT
+        )
+        try:
+            await link.stub.Attach(request, timeout=CALL_S)
+            link.attached.add(session.id)
+        except grpc.aio.AioRpcError as error:
+            self.refusals += 1
+            link.attached.discard(session.id)
+            log.debug("drafter %s does not draft: %s", link.address, error.details())
+
+    async def _detach_ended(self, sessions: Mapping[str, ForeignSession]) -> None:
+        for name in self._renewed.keys() - sessions.keys():
+            del self._renewed[name]
+        for link in self._links:
+            for name in link.attached - sessions.keys():
+                link.attached.discard(name)
+                try:
+                    await link.stub.Detach(pb.DetachRequest(session_id=name, epoch=EPOCH), timeout=CALL_S)
+                except grpc.aio.AioRpcError:
+                    continue  # a drafter that is gone drafts no more

@@ -1,0 +1,307 @@
+"""Drafters for an engine that is not ours: tokens in, chains of drafts out, one call a step.
+
+    with RemoteDrafts(UpstreamSettings(drafters=["10.0.0.5:7072"], model=Path("models/target"))) as drafts:
+        drafts.open("request-1", prompt, Contract(seed=7, max_tokens=2**31 - 1, temperature=1.0))
+        [chain] = drafts.step([("request-1", [])])
+        ...  # the engine verifies the chain, and chooses its tokens
+        [chain] = drafts.step([("request-1", chosen)])
+        drafts.close("request-1")
+
+The engine never waits for the network: a thread of its own serves the drafters, and a step reads what they have
+sent by then, or waits for it as long as the engine allows. A call never raises: where something fails there are no
+drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.core.session.contract import Contract, Plan, PlanOverlap
+from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
+from outrider.rpc import liveness
+from outrider.rpc.server import serving
+from outrider.rpc.tls import Tls
+from outrider.upstream.drafter_links import DrafterLinks
+from outrider.upstream.foreign_session import ForeignSession, Row
+from outrider.upstream.own_tickets import OwnTickets
+from outrider.upstream.servicer import UpstreamServicer
+
+START_S = 10.0  # time to begin to listen
+MOST_SESSIONS = 1024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamSettings:
+    """What an engine needs for its drafts."""
+
+    drafters: Sequence[str]  # "HOST:PORT" of each
+    model: Path  # the checkpoint that the engine serves: its tokenizer and vocabulary
+    vocabulary: int | None = None  # ids that the engine chooses from; None: the checkpoint's
+    depth: int = 4  # the longest chain
+    ahead: int = 4  # levels that are drafted beyond it, while the engine verifies
+    width: int = 2  # children of a node
+    wait_ms: float = 0.0  # the longest that a step waits for drafts
+    each: int = 1  # drafters of a session
+    idle_s: float = 60.0  # a session that no step names for so long has ended
+    listen: str = "127.0.0.1:0"  # where drafters connect to
+    advertise: str | None = None  # that address as drafters know it; None: `listen`
+    tls: Tls | None = field(default=None, repr=False)  # certificates of the role upstream
+
+    @property
+    def plan(self) -> Plan:
+        """The ceilings that drafters get."""
+        depth = self.depth + self.ahead
+        return Plan(1, depth=depth, width=self.width, nodes=64, wait_us=0, overlap=PlanOverlap.ALWAYS)
+
+
+@dataclass(slots=True)
+class UpstreamCounts:
+    """What the steps so far had."""
+
+    steps: int = 0
+    rows: int = 0  # of all steps
+    drafted: int = 0  # tokens of chains
+    accepted: int = 0  # those that the engine chose, too
+    seconds: float = 0.0  # within `step`
+
+
+class RemoteDrafts:
+    """The drafts of an engine's rows. One thread of the engine calls it."""
+
+    def __init__(self, settings: UpstreamSettings) -> None:
+        """Begin to listen for drafters. Raises CheckpointError for a model without a tokenizer, and ConfigError for an
+        address that cannot be bound."""
+        self.settings = settings
+        self.counts = UpstreamCounts()
+        self._rows: dict[str, Row] = {}
+        self._named: dict[str, float] = {}  # when a step or `open` named a row last
+        self._fresh = threading.Event()  # set when some drafts have changed
+        self._failed = False
+        digest = read_tokenizer_digest(settings.model)
+        vocabulary = settings.vocabulary or read_config(settings.model).vocabulary
+        self._host = _Host(settings, digest, vocabulary, self._fresh)
+        self._thread = threading.Thread(target=self._host.run, name="outrider-drafts", daemon=True)
+        self._thread.start()
+        self._host.started.result(START_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def drafters(self) -> int:
+        """Drafters that answer and may draft."""
+        return self._host.links.usable
+
+    @property
+    def sessions(self) -> int:
+        """Rows that are open."""
+        return len(self._rows)
+
+    def open(self, row: str, tokens: Sequence[int], contract: Contract) -> None:
+        """Begin to draft for a row of the engine, whose text so far is `tokens`, the prompt included.
+
+        `contract`: how the engine chooses its tokens. A row that is open begins anew.
+        """
+        try:
+            self.close(row)
+            if not tokens or len(self._rows) >= MOST_SESSIONS:
+                return
+            session = self._host.session(tokens, contract)
+            self._rows[row] = Row(session, len(tokens))
+            self._named[row] = time.monotonic()
+            self._send(lambda: self._host.open(session))
+        except Exception:
+            self._note()
+
+    def step(self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int] | None = None) -> list[list[int]]:
+        """Take the tokens that the engine has chosen since the last step, by row, and return each row's next chain.
+
+        A row that is not open has none. `most`: the longest chain of each row, where that is below `depth`.
+        """
+        began = time.perf_counter()
+        try:
+            found = self._step(rows, [self.settings.depth] * len(rows) if most is None else most)
+        except Exception:
+            self._note()
+            found = [[] for _ in rows]
+        self.counts.seconds += time.perf_counter() - began
+        return found
+
+    def close(self, row: str) -> None:
+        """Stop drafting for a row: its text is complete, or the engine has put it aside."""
+        self._named.pop(row, None)
+        if (found := self._rows.pop(row, None)) is not None:
+            self._send(lambda: self._host.close(found.session))
+
+    def stop(self) -> None:
+        """Stop drafting for all rows, and release the drafters."""
+        self._rows.clear()
+        self._host.stop()
+        self._thread.join(START_S)
+
+    def _step(self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int]) -> list[list[int]]:
+        counts, now = self.counts, time.monotonic()
+        counts.steps += 1
+        counts.rows += len(rows)
+        news: list[tuple[ForeignSession, Sequence[int]]] = []
+        served = [self._rows.get(name) for name, _ in rows]
+        for (name, tokens), row in zip(rows, served, strict=True):
+            if row is not None:
+                self._named[name] = now
+                if tokens:
+                    counts.accepted += row.commit(tokens)
+                    news.append((row.session, tokens))
+        if news:
+            self._fresh.clear()
+            self._send(lambda: self._host.commit(news))
+        if len(self._named) > len(rows):
+            self._close_idle(now)
+        chains = [() if row is None else row.chain(limit) for row, limit in zip(served, most, strict=True)]
+        if self.settings.wait_ms:
+            chains = self._waited(served, most, chains, now + self.settings.wait_ms / 1000)
+        counts.drafted += sum(map(len, chains))
+        return [[*chain] for chain in chains]
+
+    def _waited(
+        self, rows: Sequence[Row | None], most: Sequence[int], chains: list[tuple[int, ...]], until: float
+    ) -> list[tuple[int, ...]]:
+        """Return the chains once none gets longer, or at that time."""
+        while any(row is not None and row.awaits(limit) for row, limit in zip(rows, most, strict=True)):
+            left = until - time.monotonic()
+            if left <= 0 or not self._fresh.wait(left):
+                break
+            self._fresh.clear()
+            chains = [() if row is None else row.chain(limit) for row, limit in zip(rows, most, strict=True)]
+        return chains
+
+    def _close_idle(self, now: float) -> None:
+        for name in [name for name, at in self._named.items() if now - at > self.settings.idle_s]:
+            self.close(name)
+
+    def _send(self, work: Callable[[], None]) -> None:
+        """Have work done by the event loop's thread, in order."""
+        self._host.loop.call_soon_threadsafe(work)
+
+    def _note(self) -> None:
+        if not self._failed:
+            self._failed = True
+            log.exception("drafts fail, so the engine goes on without; this is said once")
+
+
+class _Host:
+    """The owner of the sessions, in the thread of its event loop."""
+
+    def __init__(
+        self, settings: UpstreamSettings, tokenizer_digest: bytes, vocabulary: int, fresh: threading.Event
+    ) -> None:
+        self.sessions: dict[str, ForeignSession] = {}
+        self.progress = liveness.WorkClock()
+        self.loop = asyncio.new_event_loop()
+        self.started = Future[None]()
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._fresh = fresh
+        self._changed: dict[ForeignSession, None] = {}  # sessions whose drafts are to be published
+        self._name = f"upstream-{secrets.token_hex(4)}"
+        tickets = OwnTickets()
+        self._sink = UpstreamServicer(self._name, tokenizer_digest, tickets)
+        self._sink.serve(self)
+        self.links = DrafterLinks(
+            settings.drafters, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
+        )
+        self._main: asyncio.Task[None] | None = None
+
+    def session(self, tokens: Sequence[int], contract: Contract) -> ForeignSession:
+        """Return a new session, which is not open yet."""
+        name = f"{self._name}/{secrets.token_hex(8)}"
+        return ForeignSession(name, tokens, contract, self._settings.plan, self._vocabulary, self._on_news)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        with suppress(OSError):  # an engine binds its process to the processors of its model
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        asyncio.set_event_loop(self.loop)
+        self._main = self.loop.create_task(self._serve())
+        try:
+            self.loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            if self.started.done():
+                log.exception("drafts have ended; the engine goes on without")
+            else:
+                self.started.set_exception(error)
+        finally:
+            self.loop.close()
+
+    def stop(self) -> None:
+        """End the serving; from any thread."""
+        if self._main is not None and not self.loop.is_closed():
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._main.cancel)
+
+    async def _serve(self) -> None:
+        async with serving(
+            self._settings.listen,
+            lambda server: [self._sink.register(server)],
+            tls=self._settings.tls,
+            begin_drain=self._sink.begin_drain,
+        ) as address:
+            self.started.set_result(None)
+            await self.links.run(self._settings.advertise or address, self.sessions)
+
+    def open(self, session: ForeignSession) -> None:
+        """Have drafters attached to a session."""
+        self.sessions[session.id] = session
+        self._sink.subscribe_waiting(session)
+        self.links.wake()
+
+    def close(self, session: ForeignSession) -> None:
+        """Dismiss the drafters of a session."""
+        if self.sessions.pop(session.id, None) is not None:
+            session.dismiss("finished")
+            self.links.wake()
+
+    def commit(self, news: Sequence[tuple[ForeignSession, Sequence[int]]]) -> None:
+        """Take the tokens of a step, and send them to the drafters."""
+        self.progress.end()
+        for session, tokens in news:
+            if session.id in self.sessions:
+                self._sink.sender.publish(session, session.commit(tokens), tokens)
+                self._on_news(session)
+
+    def wake(self) -> None:
+        """Nothing waits: steps read what has been published."""
+
+    def on_drafter_connected(self, drafter_id: str) -> None:
+        """Its sessions subscribe by themselves."""
+
+    def _on_news(self, session: ForeignSession) -> None:
+        if not self._changed:
+            self.loop.call_soon(self._publish)
+        self._changed[session] = None
+
+    def _publish(self) -> None:
+        for session in self._changed:
+            session.publish()
+        self._changed.clear()
+        self._fresh.set()

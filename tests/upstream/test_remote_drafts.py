@@ -1,0 +1,119 @@
+"""Drafters of an engine that is not ours: its text stays its own, whatever becomes of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from outrider.core.session.contract import Contract
+from outrider.upstream.remote_drafts import RemoteDrafts, UpstreamSettings
+from tests.engine.small_checkpoints import MODELS, make_checkpoint
+from tests.upstream.foreign_engine import LONG, PROMPT, ForeignEngine, drafter
+
+TARGET = MODELS / "target"
+
+
+@pytest.fixture(scope="module")
+def engine() -> ForeignEngine:
+    return ForeignEngine()
+
+
+def contract(seed: int, temperature: float) -> Contract:
+    return Contract(seed=seed, max_tokens=LONG, temperature=temperature)
+
+
+def wait_until(true: Callable[[], object], within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("temperature", "tokens_a_step"), [(0.0, 1.5), (0.7, 1.2), (1.0, 1.1)])
+def test_texts_are_the_engines_own_and_take_fewer_steps(
+    temperature: float, tokens_a_step: float, engine: ForeignEngine
+) -> None:
+    plain = [engine.text(contract(seed, temperature), 60) for seed in range(4)]
+    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=20)) as drafts:
+        wait_until(lambda: drafts.drafters)
+        before = engine.steps
+        assert [engine.text(contract(seed, temperature), 60, drafts) for seed in range(4)] == plain
+        assert 4 * 60 / (engine.steps - before) > tokens_a_step
+        assert drafts.sessions == 0
+        assert 0 < drafts.counts.accepted <= drafts.counts.drafted
+
+
+def test_without_any_drafter_there_are_no_drafts(engine: ForeignEngine) -> None:
+    plain = engine.text(contract(1, 1.0), 20)
+    with RemoteDrafts(UpstreamSettings(["127.0.0.1:9"], TARGET)) as drafts:
+        assert engine.text(contract(1, 1.0), 20, drafts) == plain
+        assert drafts.counts.drafted == 0
+        assert drafts.drafters == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_drafter_that_dies_or_freezes_costs_its_drafts_alone(number: int, engine: ForeignEngine) -> None:
+    plain = engine.text(contract(3, 0.0), 120)
+    with drafter() as (address, process), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=5)) as drafts:
+        wait_until(lambda: drafts.drafters)
+        assert engine.text(contract(3, 0.0), 120, drafts) == plain
+        drafted = drafts.counts.drafted
+        assert drafted
+        process.send_signal(number)
+        assert engine.text(contract(3, 0.0), 120, drafts) == plain
+        wait_until(lambda: not drafts.drafters)
+        assert engine.text(contract(3, 0.0), 60, drafts) == plain[:60]
+
+
+def test_a_drafter_that_comes_later_drafts_for_a_row_that_is_open(engine: ForeignEngine) -> None:
+    with drafter() as (address, _):
+        pass
+    port = address.rpartition(":")[2]
+    with RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+        drafts.open("late", PROMPT, contract(1, 0.0))
+        assert drafts.step([("late", [])]) == [[]]
+        with drafter("--listen", f"127.0.0.1:{port}"):
+            wait_until(lambda: drafts.step([("late", [])])[0])
+
+
+def test_a_drafter_with_another_tokenizer_does_not_draft(tmp_path: object, engine: ForeignEngine) -> None:
+    other = make_checkpoint(tmp_path)  # type: ignore[arg-type]
+    with drafter(model=other) as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+        time.sleep(1.5)
+        assert drafts.drafters == 0
+
+
+def test_bad_calls_give_no_drafts_and_no_errors() -> None:
+    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+        assert drafts.step([]) == []
+        assert drafts.step([("unknown", [1, 2])]) == [[]]
+        drafts.open("empty", [], contract(1, 0.0))
+        assert drafts.step([("empty", [])]) == [[]]
+        drafts.close("unknown")
+        drafts.open("row", PROMPT, contract(1, 0.0))
+        assert drafts.step([("row", [10**9])]) == [[]]
+        assert drafts.step([("row", None)]) == [[]]  # type: ignore[list-item]
+        assert len(drafts.step([("row", [5]), ("row", [6])])) == 2
+        drafts.open("row", PROMPT, contract(1, 0.0))
+        wait_until(lambda: drafts.step([("row", [])])[0])
+        assert len(drafts.step([("row", [])], most=[2])[0]) <= 2
+        assert drafts.step([("row", [])], most=[0]) == [[]]
+
+
+def test_a_thousand_short_rows_leave_nothing_behind() -> None:
+    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, idle_s=0.5)) as drafts:
+        wait_until(lambda: drafts.drafters)
+        for number in range(1000):
+            drafts.open(f"row {number}", PROMPT, contract(number, 1.0))
+            drafts.step([(f"row {number}", [])])
+            if number % 2:
+                drafts.close(f"row {number}")
+        time.sleep(0.6)
+        drafts.step([("row 1", []), ("row 3", [])])
+        drafts.open("last", PROMPT, contract(1, 0.0))
+        wait_until(lambda: drafts.step([("last", [])])[0], 20)
+        drafts.close("last")
+        assert drafts.sessions == 0
