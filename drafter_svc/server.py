@@ -29,7 +29,7 @@ from outrider.telemetry.process import exporting_telemetry
 from outrider.upstream.ticket_verifier import TicketVerifier
 from outrider.wire import drafter
 
-NOWHERE = "redis://127.0.0.1:1"  # that nobody connects to
+NOWHERE = "redis://127.0.0.1:1"  # the address of no Redis
 
 
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:

@@ -15,7 +15,7 @@ import grpc.aio
 
 from outrider.errors import Forbidden, InvalidRequest
 from outrider.rpc.status import errors_as_status
-from outrider.rpc.tls import CLIENT, DRAFTER, ROUTER
+from outrider.rpc.tls import CLIENT, DRAFTER, ROUTER, UPSTREAM
 
 ALLOWED_ROLES = {
     "/outrider.v1.Verifier/Decode": {ROUTER},
@@ -24,9 +24,9 @@ ALLOWED_ROLES = {
     "/outrider.v1.Verifier/Watch": {ROUTER},
     "/outrider.v1.Verifier/Describe": {ROUTER, CLIENT},
     "/outrider.v1.TreeSink/Draft": {DRAFTER},
-    "/outrider.v1.Drafter/Attach": {ROUTER},
-    "/outrider.v1.Drafter/Detach": {ROUTER},
-    "/outrider.v1.Drafter/Describe": {ROUTER, CLIENT},
+    "/outrider.v1.Drafter/Attach": {ROUTER, UPSTREAM},
+    "/outrider.v1.Drafter/Detach": {ROUTER, UPSTREAM},
+    "/outrider.v1.Drafter/Describe": {ROUTER, CLIENT, UPSTREAM},
 }
 OUTRIDER_PREFIX = "/outrider."  # other methods are health and reflection
 MESSAGE_S = 30.0  # time that the message of a call may take to arrive

@@ -19,11 +19,13 @@ from outrider.errors import ConfigError
 
 ROUTER, VERIFIER, DRAFTER, CLIENT = "router.outrider", "verifier.outrider", "drafter.outrider", "client.outrider"
 GATEWAY = "gateway.outrider"
-SERVER = "server.outrider"  # any of the first three, for callers that do not know the role in advance
+UPSTREAM = "upstream.outrider"
+SERVER = "server.outrider"  # any of the first three and an upstream, for callers that do not know the role in advance
 NAMES: dict[str, tuple[str, ...]] = {  # DNS names in a role's certificate
     "router": (ROUTER, SERVER),
     "verifier": (VERIFIER, SERVER),
     "drafter": (DRAFTER, SERVER),
+    "upstream": (UPSTREAM, SERVER),  # an engine that is not ours, with drafters of ours
     "gateway": (GATEWAY,),  # for HTTPS; it calls a router, which requires no certificate
     "redis": ("redis", "redis.outrider.svc"),  # the hosts by which servers know it; it calls nobody
     "client": (CLIENT,),  # `outrider describe`, dashboards, probes: they read and change nothing

@@ -13,9 +13,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import DRAFTER, Tls
 from outrider.upstream.foreign_session import EPOCH, TENANT, ForeignSession
 from outrider.upstream.own_tickets import OwnTickets
-from outrider.v1 import drafter_pb2 as pb
-from outrider.v1 import types_pb2
-from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.wire import drafter as wire
 from outrider.wire.tickets import TICKET_S, Permit
 
 CALL_S = 2.0  # time that a drafter has to answer
@@ -28,10 +26,10 @@ log = logging.getLogger(__name__)
 class DrafterLink:
     """A drafter at an address, as it described itself last."""
 
-    def __init__(self, address: str, stub: DrafterStub) -> None:
+    def __init__(self, address: str, stub: wire.DrafterStub) -> None:
         self.address = address
         self.stub = stub
-        self.described: pb.DrafterDescription | None = None  # None: it does not answer, or has another tokenizer
+        self.described: wire.DrafterDescription | None = None  # None: it does not answer, or has another tokenizer
         self.attached: set[str] = set()  # sessions
         self._said = ""
 
@@ -45,7 +43,7 @@ class DrafterLink:
     async def look(self, tokenizer_digest: bytes) -> None:
         """Ask the drafter what it is."""
         try:
-            found = await self.stub.Describe(types_pb2.DescribeRequest(), timeout=CALL_S)
+            found = await self.stub.Describe(wire.DescribeRequest(), timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
             self.described = None
             self._say(f"cannot be reached ({error.details() or error.code().name.lower()}); drafts go on without it")
@@ -106,7 +104,7 @@ class DrafterLinks:
         async with AsyncExitStack() as stack:
             for it in self._addresses:
                 channel = await stack.enter_async_context(open_channel(it, self._tls, DRAFTER if self._tls else ""))
-                self._links.append(DrafterLink(it, DrafterStub(channel)))
+                self._links.append(DrafterLink(it, wire.DrafterStub(channel)))
             looked = 0.0
             while True:
                 self._wanted.clear()
@@ -140,7 +138,7 @@ class DrafterLinks:
         if link.described is None:
             return
         permit = Permit(session.id, TENANT, link.described.worker_id, self._upstream_id, EPOCH)
-        request = pb.AttachRequest(
+        request = wire.AttachRequest(
             session_id=session.id, epoch=EPOCH, upstream=address, ticket=self._tickets.sign(permit), tenant=TENANT
         )
         try:
@@ -158,6 +156,6 @@ class DrafterLinks:
             for name in link.attached - sessions.keys():
                 link.attached.discard(name)
                 try:
-                    await link.stub.Detach(pb.DetachRequest(session_id=name, epoch=EPOCH), timeout=CALL_S)
+                    await link.stub.Detach(wire.DetachRequest(session_id=name, epoch=EPOCH), timeout=CALL_S)
                 except grpc.aio.AioRpcError:
                     continue  # a drafter that is gone drafts no more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,16 +28,18 @@ class Drafts(NamedTuple):
     beside: dict[tuple[int, int], tuple[int, ...]]  # by place in `best` and the token there: what follows this one
     drafting: bool  # whether a drafter may still send more
 
-    def after(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def after(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return what is drafted behind tokens that follow the position; () if they leave the drafts."""
+        if self.best[: len(tokens)] == tokens:
+            return self.best[len(tokens) :]
         for place, token in enumerate(tokens):
             if place >= len(self.best):
                 return ()
             if self.best[place] != token:
                 below = self.beside.get((place, token), ())
-                rest = tuple(tokens[place + 1 :])
+                rest = tokens[place + 1 :]
                 return below[len(rest) :] if below[: len(rest)] == rest else ()
-        return self.best[len(tokens) :]
+        return ()
 
 
 def drafts_of(tree: TokenTree, *, drafting: bool) -> Drafts:
@@ -149,32 +150,32 @@ class Row:
     def __init__(self, session: ForeignSession, length: int) -> None:
         self.session = session
         self.length = length  # tokens of the text
-        self.recent: deque[int] = deque(maxlen=CAPACITY)  # the last of them
+        self.recent: list[int] = []  # the last of them
         self.given: tuple[int, ...] = ()  # the chain of the last step
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Take the tokens of a step. Return how many of the given chain they accept."""
         accepted = 0
-        for drafted, token in zip(self.given, tokens, strict=False):
-            if drafted != token:
-                break
+        most = min(len(self.given), len(tokens))
+        while accepted < most and self.given[accepted] == tokens[accepted]:
             accepted += 1
-        self.recent.extend(tokens)
+        self.recent += tokens
+        if len(self.recent) > 2 * CAPACITY:
+            del self.recent[:-CAPACITY]
         self.length += len(tokens)
         self.given = ()
         return accepted
 
     def chain(self, most: int) -> tuple[int, ...]:
-        """Return the tokens to verify next, at most so many."""
+        """Return the tokens to verify next, at most `most`."""
         drafts = self.session.drafts
         behind = self.length - 1 - drafts.position
         if behind > len(self.recent):
             return ()
-        tokens = [*self.recent][len(self.recent) - behind :] if behind else []
-        self.given = drafts.after(tokens)[:most]
+        self.given = drafts.after(tuple(self.recent[-behind:] if behind else ()))[:most]
         return self.given
 
     def awaits(self, most: int) -> bool:
-        """Whether the chain of the step is shorter than it may be, and more may come."""
+        """Return whether the step's chain is shorter than `most`, and more may come."""
         drafts = self.session.drafts
         return len(self.given) < most and (drafts.drafting or drafts.position < self.length - 1)

@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -56,9 +57,9 @@ class UpstreamSettings:
     width: int = 2  # children of a node
     wait_ms: float = 0.0  # the longest that a step waits for drafts
     each: int = 1  # drafters of a session
-    idle_s: float = 60.0  # a session that no step names for so long has ended
+    idle_s: float = 60.0  # a row that no step names for this time has ended
     listen: str = "127.0.0.1:0"  # where drafters connect to
-    advertise: str | None = None  # that address as drafters know it; None: `listen`
+    advertise: str | None = None  # the address as drafters know it; None: `listen`
     tls: Tls | None = field(default=None, repr=False)  # certificates of the role upstream
 
     @property
@@ -155,7 +156,7 @@ class RemoteDrafts:
     def stop(self) -> None:
         """Stop drafting for all rows, and release the drafters."""
         self._rows.clear()
-        self._host.stop()
+        self._host.inbox.put(None)
         self._thread.join(START_S)
 
     def _step(self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int]) -> list[list[int]]:
@@ -170,12 +171,12 @@ class RemoteDrafts:
                 if tokens:
                     counts.accepted += row.commit(tokens)
                     news.append((row.session, tokens))
-        if news:
-            self._fresh.clear()
-            self._send(lambda: self._host.commit(news))
         if len(self._named) > len(rows):
             self._close_idle(now)
         chains = [() if row is None else row.chain(limit) for row, limit in zip(served, most, strict=True)]
+        if news:  # last: the other thread begins at once, and would have the interpreter for milliseconds
+            self._fresh.clear()
+            self._send(lambda: self._host.commit(news))
         if self.settings.wait_ms:
             chains = self._waited(served, most, chains, now + self.settings.wait_ms / 1000)
         counts.drafted += sum(map(len, chains))
@@ -199,7 +200,7 @@ class RemoteDrafts:
 
     def _send(self, work: Callable[[], None]) -> None:
         """Have work done by the event loop's thread, in order."""
-        self._host.loop.call_soon_threadsafe(work)
+        self._host.inbox.put(work)
 
     def _note(self) -> None:
         if not self._failed:
@@ -217,6 +218,7 @@ class _Host:
         self.progress = liveness.WorkClock()
         self.loop = asyncio.new_event_loop()
         self.started = Future[None]()
+        self.inbox = SimpleQueue[Callable[[], None] | None]()  # None: the end
         self._settings = settings
         self._vocabulary = vocabulary
         self._fresh = fresh
@@ -228,7 +230,6 @@ class _Host:
         self.links = DrafterLinks(
             settings.drafters, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
         )
-        self._main: asyncio.Task[None] | None = None
 
     def session(self, tokens: Sequence[int], contract: Contract) -> ForeignSession:
         """Return a new session, which is not open yet."""
@@ -236,13 +237,14 @@ class _Host:
         return ForeignSession(name, tokens, contract, self._settings.plan, self._vocabulary, self._on_news)
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until the inbox has its end."""
         with suppress(OSError):  # an engine binds its process to the processors of its model
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         asyncio.set_event_loop(self.loop)
-        self._main = self.loop.create_task(self._serve())
+        main = self.loop.create_task(self._serve())
+        threading.Thread(target=self._hand_over, args=(main,), name="outrider-inbox", daemon=True).start()
         try:
-            self.loop.run_until_complete(self._main)
+            self.loop.run_until_complete(main)
         except asyncio.CancelledError:
             pass
         except BaseException as error:
@@ -253,11 +255,14 @@ class _Host:
         finally:
             self.loop.close()
 
-    def stop(self) -> None:
-        """End the serving; from any thread."""
-        if self._main is not None and not self.loop.is_closed():
-            with suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._main.cancel)
+    def _hand_over(self, main: asyncio.Task[None]) -> None:
+        """Hand the engine's work to the event loop. Waking a loop writes to a socket, for which a thread gives the
+        interpreter away: the engine's would get it back milliseconds later.
+        """
+        with suppress(RuntimeError):  # the loop has ended
+            while (work := self.inbox.get()) is not None:
+                self.loop.call_soon_threadsafe(work)
+            self.loop.call_soon_threadsafe(main.cancel)
 
     async def _serve(self) -> None:
         async with serving(

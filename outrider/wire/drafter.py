@@ -26,6 +26,8 @@ from outrider.wire.types import MAX_DELTA_NODES, check_tokens, contract_from_pb,
 # What others handle as it is.
 AttachRequest = pb.AttachRequest
 AttachResponse = pb.AttachResponse
+DescribeRequest = types_pb2.DescribeRequest
+DrafterDescription = pb.DrafterDescription
 Closed = pb.Closed
 Commit = pb.Commit
 DESCRIPTOR = pb.DESCRIPTOR

@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from outrider.core.session.contract import Contract
+from outrider.rpc.certificates import make
+from outrider.rpc.tls import Tls
 from outrider.upstream.remote_drafts import RemoteDrafts, UpstreamSettings
 from tests.engine.small_checkpoints import MODELS, make_checkpoint
 from tests.upstream.foreign_engine import LONG, PROMPT, ForeignEngine, drafter
@@ -79,11 +82,30 @@ def test_a_drafter_that_comes_later_drafts_for_a_row_that_is_open(engine: Foreig
             wait_until(lambda: drafts.step([("late", [])])[0])
 
 
-def test_a_drafter_with_another_tokenizer_does_not_draft(tmp_path: object, engine: ForeignEngine) -> None:
-    other = make_checkpoint(tmp_path)  # type: ignore[arg-type]
+def test_a_drafter_with_another_tokenizer_does_not_draft(tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path)
     with drafter(model=other) as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
         time.sleep(1.5)
         assert drafts.drafters == 0
+
+
+def test_drafters_and_upstream_prove_their_roles(tmp_path: Path) -> None:
+    make(tmp_path, ["localhost"])
+
+    def files(role: str) -> list[Path]:
+        return [tmp_path / "ca.pem", tmp_path / f"{role}.pem", tmp_path / f"{role}.key"]
+
+    flags = [str(it) for pair in zip(("--ca", "--cert", "--key"), files("drafter"), strict=True) for it in pair]
+    with drafter(*flags) as (address, _):
+        for role, drafted in (("upstream", True), ("client", False), (None, False)):
+            tls = None if role is None else Tls.read(*files(role))
+            with RemoteDrafts(UpstreamSettings([address], TARGET, tls=tls)) as drafts:
+                drafts.open("row", PROMPT, contract(1, 0.0))
+                if drafted:
+                    wait_until(lambda: drafts.step([("row", [])])[0])
+                else:
+                    time.sleep(1.5)
+                    assert drafts.step([("row", [])]) == [[]]
 
 
 def test_bad_calls_give_no_drafts_and_no_errors() -> None:
