@@ -31,7 +31,6 @@ DrafterDescription = pb.DrafterDescription
 Closed = pb.Closed
 Commit = pb.Commit
 DESCRIPTOR = pb.DESCRIPTOR
-DescribeRequest = types_pb2.DescribeRequest
 DetachRequest = pb.DetachRequest
 DraftDown = pb.DraftDown
 DraftUp = pb.DraftUp
