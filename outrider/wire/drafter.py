@@ -26,14 +26,14 @@ from outrider.wire.types import MAX_DELTA_NODES, check_tokens, contract_from_pb,
 # What others handle as it is.
 AttachRequest = pb.AttachRequest
 AttachResponse = pb.AttachResponse
-DescribeRequest = types_pb2.DescribeRequest
-DrafterDescription = pb.DrafterDescription
 Closed = pb.Closed
 Commit = pb.Commit
 DESCRIPTOR = pb.DESCRIPTOR
+DescribeRequest = types_pb2.DescribeRequest
 DetachRequest = pb.DetachRequest
 DraftDown = pb.DraftDown
 DraftUp = pb.DraftUp
+DrafterDescription = pb.DrafterDescription
 DrafterStub = drafter_pb2_grpc.DrafterStub
 Heartbeat = types_pb2.Heartbeat
 Hello = pb.Hello
