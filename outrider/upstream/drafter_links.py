@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
+import grpc
 import grpc.aio
 
 from outrider.rpc.channels import open_channel
@@ -19,6 +20,8 @@ from outrider.wire.tickets import TICKET_S, Permit
 CALL_S = 2.0  # time that a drafter has to answer
 LOOK_S = 1.0  # between two looks at the drafters, and at sessions that have none
 RENEW_S = TICKET_S / 3  # between two tickets of a session
+
+UNCERTAIN = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)  # what became of the call
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,6 @@ class DrafterLinks:
         self._links: list[DrafterLink] = []
         self._renewed: dict[str, float] = {}  # when a session's tickets were given out
         self._wanted = asyncio.Event()
-        self.refusals = 0
 
     @property
     def usable(self) -> int:
@@ -141,21 +143,23 @@ class DrafterLinks:
         request = wire.AttachRequest(
             session_id=session.id, epoch=EPOCH, upstream=address, ticket=self._tickets.sign(permit), tenant=TENANT
         )
+        link.attached.add(session.id)  # also where no answer comes: the drafter may have taken it, and is told its end
         try:
             await link.stub.Attach(request, timeout=CALL_S)
-            link.attached.add(session.id)
         except grpc.aio.AioRpcError as error:
-            self.refusals += 1
-            link.attached.discard(session.id)
+            if error.code() not in UNCERTAIN:
+                link.attached.discard(session.id)
             log.debug("drafter %s does not draft: %s", link.address, error.details())
 
     async def _detach_ended(self, sessions: Mapping[str, ForeignSession]) -> None:
         for name in self._renewed.keys() - sessions.keys():
             del self._renewed[name]
-        for link in self._links:
-            for name in link.attached - sessions.keys():
-                link.attached.discard(name)
-                try:
-                    await link.stub.Detach(wire.DetachRequest(session_id=name, epoch=EPOCH), timeout=CALL_S)
-                except grpc.aio.AioRpcError:
-                    continue  # a drafter that is gone drafts no more
+        ended = [(link, name) for link in self._links for name in link.attached - sessions.keys()]
+        await asyncio.gather(*(self._detach(link, name) for link, name in ended))
+
+    async def _detach(self, link: DrafterLink, name: str) -> None:
+        link.attached.discard(name)
+        with suppress(grpc.aio.AioRpcError):  # a drafter that is gone drafts no more
+            await link.stub.Detach(wire.DetachRequest(session_id=name, epoch=EPOCH), timeout=CALL_S)
+            if link.described is not None:
+                link.described.sessions = max(0, link.described.sessions - 1)
