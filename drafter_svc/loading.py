@@ -58,8 +58,11 @@ def check_settings(config: DrafterConfig) -> None:
             "heads: draft for verifiers of their own target, in one rank; give none of drafts, target, any_target, "
             "layers, skip, tier and tensor_parallel"
         )
-    if config.backend == "transformers" or config.dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError("heads: run on the native backend, in float32 or bfloat16; leave out backend and dtype")
+    plain = config.dtype in ("auto", "float32", "bfloat16") and config.kv_dtype == "auto"
+    if config.backend == "transformers" or not plain:
+        raise ConfigError(
+            "heads: run on the native backend, in float32 or bfloat16; leave out backend, dtype and kv_dtype"
+        )
 
 
 def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
@@ -76,6 +79,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         rows=None if config.context is None else config.context + SCRATCH,
         backend=config.backend,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         device=config.device,
         layers=config.layers,
         skip=config.skip,

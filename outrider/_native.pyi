@@ -47,6 +47,7 @@ class Model:
         self,
         dtype: str,
         head_dtype: str,
+        kv_dtype: str,
         shape: tuple[int, int, int, int, int, int, int, int, int, int, int, float, int],
         cosines: Array,
         sines: Array,

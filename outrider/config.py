@@ -42,6 +42,7 @@ LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]  # see outrider.c
 ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral11"]  # see outrider.core.answers.formats
 # auto: as a GGUF file has them, else bfloat16. float8: on GPUs alone
 WeightType = Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"]
+KvType = Literal["auto", "int8"]  # auto: float32 for weights in float32, else bfloat16
 CHECKPOINTS = ("model", "models", "heads", "features", "target")  # keys whose paths may also be names on the hub
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
@@ -166,6 +167,7 @@ class WorkerConfig(GrpcConfig):
     slots: int = Field(default=8, ge=1)  # sessions at the same time
     context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
     kv_memory: ByteSize | None = None  # for the model's KV of all slots together, as in 4GiB; None: what they can take
+    kv_dtype: KvType = "auto"  # of keys and values; int8: half the memory, for the compiled kernels alone
     adapters: Path | None = None  # folder below which there are LoRA adapters of the model; None: there are none
     max_adapters: int = Field(default=16, ge=1, le=1024)  # adapters that are kept in memory beside those in use
     store_public: bool = False  # everybody may see pieces of `store`, also those that were drafted and not accepted

@@ -167,7 +167,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             sessions=len(self._scheduler.sessions),
             drafters=self._stream_servicer.streams,
             steps=self._scheduler.progress.steps,
-            dtype=self._engine.dtype,
+            dtype=self._engine.types,
             parameters=self._engine.parameters,
             step_costs=[
                 pb.StepCost(tokens=tokens, microseconds=round(seconds * 1e6))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from outrider.config import KvType
 from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, has_blocks, read_config, read_json, read_outline
 from outrider.engine.checkpoints.gguf.header import kept_header
 from outrider.engine.checkpoints.model_config import SUPPORTED
@@ -84,6 +85,7 @@ def load_engine(
     *,
     backend: Backend = "auto",
     dtype: Dtype | Literal["auto"],
+    kv_dtype: KvType = "auto",
     device: str = "cpu",
     layers: int | None = None,
     skip: Collection[int] = (),
@@ -103,6 +105,7 @@ def load_engine(
     `dtype`: type of the weights; others are converted, for int8 and int4 quantized, while they are read. "stored": each
     stays in its file's, for the compiled kernels; "auto": that for quantized checkpoints where the kernels are, else
     bfloat16.
+    `kv_dtype`: type of keys and values; "auto": float32 where the weights' is, else bfloat16.
     `layers`: run the first ones alone, then the final norm and the head (early exit). `skip`: run all layers but these.
     Layers that are left out are not read, and do not count in `parameters`. `numerics`: "invariant" requires that a
     token's logits have the same bits in every pass; the compiled kernels guarantee that in any case.
@@ -126,6 +129,8 @@ def load_engine(
         kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
         if dtype == "float8" and kind.load is not _load_on_device:
             raise ConfigError("dtype: float8 is for the native backend with device cuda; use int8")
+        if kv_dtype != "auto" and kind.load is not _load_compiled:
+            raise ConfigError(f"kv_dtype: {kv_dtype} is served by the compiled engine alone; leave it out")
         return kind.load(path, settings)
 
 

@@ -70,6 +70,7 @@ SECTIONS: dict[str, Section] = {
     "verifier": VerifierConfig(
         model=Path("/m"),
         kv_memory=ByteSize(2**30),
+        kv_dtype="int8",
         name="n",
         listen="127.0.0.1:72",
         zone="there",
@@ -111,6 +112,7 @@ SECTIONS: dict[str, Section] = {
     "drafter": DrafterConfig(
         model=Path("/m"),
         kv_memory=ByteSize(2**29),
+        kv_dtype="int8",
         name="n",
         listen="127.0.0.1:72",
         zone="there",

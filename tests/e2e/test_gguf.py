@@ -64,12 +64,13 @@ async def test_a_file_drafts_for_a_folder_and_a_folder_for_a_file(
 
 
 @pytest.mark.extended
-async def test_a_real_files_text_is_the_same_with_drafts_and_when_processes_die() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+async def test_a_real_files_text_is_the_same_with_drafts_and_when_processes_die(kv_dtype: str) -> None:
     """Two verifiers of a model that other people quantized, with the same file as a drafter."""
     file = real_file(SMOLLM2)
     terms: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": 200, "ignore_eos": True, "timeout": 100}
     with EmbeddedRedis() as redis:
-        own: dict[str, Any] = {"model": file, "threads": 1}
+        own: dict[str, Any] = {"model": file, "threads": 1, "kv_dtype": kv_dtype}
         routing = RouterConfig(listen="127.0.0.1:0", models={"smol": file})
         verifying = VerifierConfig(name="smol", slots=2, **own)
         verifiers = [Process("verifier", f"verifier-{number}", verifying, print) for number in range(3)]

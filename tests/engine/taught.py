@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from outrider.config import KvType
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.cpu.engine import CpuEngine
@@ -43,9 +44,9 @@ def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = Fal
     return shape, network
 
 
-def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
+def greedy(target: Path, text: Sequence[int], count: int, kv_dtype: KvType = "auto") -> list[int]:
     """A text, and what the target generates greedily after it."""
-    engine = CpuEngine.load(target, EngineSettings(dtype="float32", slots=1, threads=1))
+    engine = CpuEngine.load(target, EngineSettings(dtype="float32", kv_dtype=kv_dtype, slots=1, threads=1))
     tokens = [*text]
     logits = engine.forward([prompt(0, np.array(tokens), wanted=1)])
     for _ in range(count):

@@ -94,6 +94,15 @@ def test_torch_quantizes_nothing_on_a_cpu(dtype: str, tmp_path: Path, monkeypatc
         load(make_checkpoint(tmp_path), dtype=dtype)
 
 
+@pytest.mark.parametrize("changes", [{}, {"device": "cuda"}, {"backend": "transformers"}])
+def test_kv_in_int8_is_refused_by_engines_that_do_not_serve_it(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    with pytest.raises(ConfigError, match="kv_dtype: int8 is served by the compiled engine alone; leave it out"):
+        load(make_checkpoint(tmp_path), kv_dtype="int8", **changes)
+
+
 def test_the_host_chooses_tokens_where_torch_serves_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
     engine = load(make_checkpoint(tmp_path), dtype="bfloat16", kv_memory=1 << 30)

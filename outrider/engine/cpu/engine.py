@@ -3,7 +3,7 @@
 All sums have a fixed order, whatever else the pass contains: a linear sums over its inputs, attention over the keys of
 a path in the order of positions. So a token's logits and KV have the same bits in every batch, tree and chunk and with
 any number of threads, on one kind of processor. KV is in pages of 16 rows, in float32 for a model in float32, else in
-bfloat16. A slot that was copied from another one shares its pages.
+bfloat16, or where that is asked for in int8. A slot that was copied from another one shares its pages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class CpuEngine(Engine):
         weights.
         """
         dtype, group = settings.dtype, settings.group
-        part = group.shard.config(replace(config, layers=len(kept)))
         bounded = settings.kv_memory is not None
         sizes = model.sizes()
         super().__init__(
@@ -75,12 +74,13 @@ class CpuEngine(Engine):
                 slots=settings.slots,
                 parameters=parameters,
                 dtype=stored if dtype == "stored" else dtype,
+                kv_dtype=settings.kv_dtype,
                 numerics="invariant",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
                 kv_bytes=sizes["kv_bytes"],
-                kv_tokens=sizes["kv_bytes"] // _page_bytes(part, dtype) * PAGE if bounded else 0,
+                kv_tokens=sizes["kv_bytes"] // sizes["page_bytes"] * PAGE if bounded else 0,
                 features=settings.features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
                 samples_tokens=True,
@@ -112,11 +112,11 @@ class CpuEngine(Engine):
         weights = Weights(path, settings.progress)
         rows = settings.rows_for(config.context)
         parameters = check_layers(weights, config, kept)
-        if settings.kv_memory is not None:  # room for one text and its tree
-            pages = -(-(rows + SCRATCH) // PAGE) + SPARE
-            check_kv_memory(settings.kv_memory, pages * _page_bytes(part, dtype), rows)
         try:
             model = _empty_model(part, settings, rows)
+            if settings.kv_memory is not None:  # room for one text and its tree
+                pages = -(-(rows + SCRATCH) // PAGE) + SPARE
+                check_kv_memory(settings.kv_memory, pages * model.sizes()["page_bytes"], rows)
             load_layers(model, weights, config, group.shard, kept, stored=dtype == "stored")
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
@@ -245,11 +245,11 @@ def _computed_by(instructions: str, dtype: Dtype) -> str:
     return f"{name}, in float32: many rows take twice as long as with bfloat16 instructions; int8 does not"
 
 
-def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:
-    """Return the bytes of one page in all layers."""
-    values = -(-config.head_dim // PAGE) * PAGE
-    size = 4 if dtype == "float32" else 2
-    return size * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
+def _kv_kind(settings: EngineSettings) -> str:
+    """Return the type of keys and values."""
+    if settings.kv_dtype != "auto":
+        return settings.kv_dtype
+    return "float32" if settings.dtype == "float32" else "bfloat16"
 
 
 def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Model:
@@ -260,6 +260,7 @@ def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Mo
     return Model(
         settings.dtype,
         HEADS.get(settings.dtype, settings.dtype),
+        _kv_kind(settings),
         (
             config.vocabulary,
             config.unpadded_vocabulary,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.config import KvType
 from outrider.core.construction.expansion import CANDIDATES
 from outrider.core.sampling.noise import Draw
 from outrider.engine.adapters.low_rank import AdapterLoader, NoAdapters
@@ -58,6 +59,7 @@ class Traits:
     kv_bytes: int  # of one rank, when all slots are full, or the bound on it
     # Reason why this engine cannot verify trees or rewind a slot; "" if it can.
     treeless: str = ""
+    kv_dtype: KvType = "auto"  # of keys and values
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # number of ranks that share the model
     unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
@@ -93,6 +95,11 @@ class Engine(Traits, ABC):
     def __init__(self, traits: Traits) -> None:
         super().__init__(**{field.name: getattr(traits, field.name) for field in fields(Traits)})
         self.unpadded_vocabulary = self.unpadded_vocabulary or self.vocabulary
+
+    @property
+    def types(self) -> str:
+        """The types of weights and of KV: a text goes on only where both are equal."""
+        return self.dtype if self.kv_dtype == "auto" else f"{self.dtype}/kv-{self.kv_dtype}"
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.config import KvType
 from outrider.engine.interface.engine import SCRATCH, Dtype, Numerics
 from outrider.engine.interface.features import Features
 from outrider.engine.layer_selection import kept_layers
@@ -21,6 +22,7 @@ class EngineSettings:
     """
 
     dtype: Dtype
+    kv_dtype: KvType = "auto"
     device: str = "cpu"
     layers: int | None = None
     skip: Collection[int] = ()

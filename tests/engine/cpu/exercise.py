@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 
 VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
-KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"), ("stored", "stored"))
+KINDS = (  # of weights, of the head, of KV
+    ("float32", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("int8", "int8", "int8"),
+    ("int4", "int8", "bfloat16"),
+    ("stored", "stored", "int8"),
+)
 IN_BLOCKS = ("int4", "stored")
 BLOCKS = {  # of 256 inputs: bytes
     "q8_0": 272,
@@ -65,7 +71,7 @@ def load(path: Path) -> Any:
 def make(
     native: Any,
     dice: Dice,
-    kinds: tuple[str, str],
+    kinds: tuple[str, str, str],
     instructions: str,
     threads: int,
     features: tuple[int, ...],
@@ -308,7 +314,10 @@ def exercise_refusals(native: Any) -> int:
             (model.set_ends, whats[:3]),
             (adapter.set, [*whats[:2], *whats[:6]]),
             (native.Adapter, ["float32", *whats[:5]]),
-            (native.Model, ["float32", "float32", SHAPE, *(2 * [ANGLES]), 1, "", (), False, tuple(whats[:3])]),
+            (
+                native.Model,
+                ["float32", "float32", "float32", SHAPE, *(2 * [ANGLES]), 1, "", (), False, tuple(whats[:3])],
+            ),
             (native.Sampler, whats[:14]),
             (native.logprobs, whats[:3]),
         ):

@@ -2,10 +2,12 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
 #include "blocks.hpp"
+#include "pages.hpp"
 
 using namespace outrider;
 using Floats = std::vector<float>;
@@ -199,37 +201,107 @@ void choices(const Kernels& kernels) {
   report(kernels.name, "mass", std::fabs(mass - other) < 1e-6 * other, std::fabs(mass / other - 1.0));
 }
 
-Floats attended(const Kernels& kernels, bool halves, const void* pool, const Floats& query) {
-  constexpr int ROWS = 40, COMMON = 33, QUERIES = 3;
-  const int32_t table[] = {2, 0, 1}, more[QUERIES][3] = {{33, 35}, {34}, {33, 36, 39}};
-  const int counts[QUERIES] = {2, 1, 3};
-  const int32_t* rows[QUERIES];
-  const float* queries[QUERIES];
-  float* outs[QUERIES];
-  Floats out(QUERIES * DIM), packed(DIM * 8), scores(8 * (ROWS + 64));
-  for (int q = 0; q < QUERIES; q++) rows[q] = more[q], queries[q] = &query[q * DIM], outs[q] = &out[q * DIM];
-  const size_t page = 2 * LANES * DIM * (halves ? sizeof(uint16_t) : sizeof(float));
-  kernels.attend({QUERIES, DIM, DIM, queries, outs, halves, static_cast<const uint8_t*>(pool), table, page, 0, COMMON, ROWS,
-                  rows, counts, packed.data(), scores.data(), ROWS + 64});
-  return out;
-}
+// Queries of one head and what each sees: rows 0 to common - 1, and some further ones.
+struct Attended {
+  int dim, rows, common;
+  Floats keys, values, query;  // [rows, dim] and [queries, dim]
+  std::vector<std::vector<int32_t>> more;
 
-// What pages of one head hold, keys [DIM, 16] and values [16, DIM], in pairs: [DIM / 2, 16, 2] and [8, DIM, 2].
-std::vector<uint16_t> paired(const Floats& pool) {
-  std::vector<uint16_t> pairs(pool.size());
-  for (size_t page = 0; page < pool.size(); page += 2 * LANES * DIM)
-    for (int d = 0; d < DIM; d++)
-      for (int row = 0; row < LANES; row++) {
-        const size_t values = page + LANES * DIM;
-        pairs[page + (d / 2 * LANES + row) * 2 + d % 2] = rounded(pool[page + d * LANES + row]);
-        pairs[values + (row / 2 * DIM + d) * 2 + row % 2] = rounded(pool[values + row * DIM + d]);
+  Attended(int dim, int queries, bool bfloat16) : dim(dim), rows(1 + int(dice() % 70)), common(int(dice() % (rows + 1))), more(queries) {
+    keys = floats(size_t(rows) * dim), values = floats(size_t(rows) * dim), query = floats(size_t(queries) * dim);
+    for (float& value : query) value /= std::sqrt(float(dim));
+    if (bfloat16)
+      for (Floats* all : {&keys, &values, &query})
+        for (float& value : *all) value = widened(rounded(value));
+    for (auto& seen : more)
+      for (int row = common; row < rows; row++)
+        if (dice() % 2 || (!common && row + 1 == rows)) seen.push_back(row);
+  }
+
+  // What queries from `first` on see and find, of which the first `together` rows are common.
+  Floats found(const Kernels& kernels, Kind kind, int first, int count, int together) const {
+    Pages pages({kind, dim}, 1, 1, 2, 96, 0);
+    pages.prepare(1, 0, 96);
+    pages.prepare(0, 0, 1);
+    pages.release(1, 0);  // the other pages of slot 0 are in descending order
+    pages.prepare(0, 0, rows);
+    for (int row = 0; row < rows; row++) pages.write(kernels, 0, row, 0, &keys[size_t(row) * dim], &values[size_t(row) * dim]);
+    std::vector<std::vector<int32_t>> seen(count);
+    std::vector<const int32_t*> lists(count);
+    std::vector<int> counts(count);
+    std::vector<const float*> queries(count);
+    std::vector<float*> outs(count);
+    Floats out(size_t(count) * dim), packed(size_t(count) * (dim + 2)), scores(size_t(count) * 128);
+    for (int q = 0; q < count; q++) {
+      for (int row = together; row < common; row++) seen[q].push_back(row);
+      seen[q].insert(seen[q].end(), more[first + q].begin(), more[first + q].end());
+      lists[q] = seen[q].data(), counts[q] = int(seen[q].size());
+      queries[q] = &query[size_t(first + q) * dim], outs[q] = &out[size_t(q) * dim];
+    }
+    kernels.attend({count, pages.layout(), queries.data(), outs.data(), pages.data(), pages.table(0), pages.page_bytes(), 0, together,
+                    rows, lists.data(), counts.data(), packed.data(), scores.data(), 128});
+    return out;
+  }
+
+  Floats exact() const {
+    Floats out;
+    for (size_t q = 0; q < more.size(); q++) {
+      std::vector<int32_t> seen(common);
+      std::iota(seen.begin(), seen.end(), 0);
+      seen.insert(seen.end(), more[q].begin(), more[q].end());
+      std::vector<double> sums(dim);
+      double total = 0.0;
+      for (int32_t row : seen) {
+        double score = 0.0;
+        for (int d = 0; d < dim; d++) score += double(query[q * dim + d]) * keys[size_t(row) * dim + d];
+        total += std::exp(score);
+        for (int d = 0; d < dim; d++) sums[d] += std::exp(score) * values[size_t(row) * dim + d];
       }
-  return pairs;
+      for (double sum : sums) out.push_back(float(sum / total));
+    }
+    return out;
+  }
+};
+
+void attention(const Kernels& kernels) {
+  const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
+      {Kind::float32, "attend", 1e-5}, {Kind::bfloat16, "attend to bfloat16", 1e-5}, {Kind::int8, "attend to int8", 0.006}};
+  for (const auto& it : kinds)
+    for (int dim : {2, 8, 20, 64, 80, 128, 256})
+      for (int queries = 1; queries <= kernels.most_queries; queries++) {
+        dice.seed(unsigned(dim * 100 + queries));
+        const Attended all(dim, queries, it.kind == Kind::bfloat16);
+        const Floats found = all.found(kernels, it.kind, 0, queries, all.common);
+        compare(kernels.name, it.name, found, all.exact(), it.tolerance);
+        bool same = true;
+        for (int q = 0; q < queries; q++) {
+          const Floats one(found.begin() + q * dim, found.begin() + (q + 1) * dim);
+          compare(kernels.name, it.name, one, all.found(portable_kernels, it.kind, q, 1, all.common), 1e-5);
+          for (int together : {all.common, all.common / 2}) same = same && one == all.found(kernels, it.kind, q, 1, together);
+        }
+        report(kernels.name, "bits", same);
+      }
 }
 
-Floats in_bfloat16(Floats values) {
-  for (float& value : values) value = widened(rounded(value));
-  return values;
+void codes(const Kernels& kernels) {
+  for (int count : {2, 8, 20, 64, 80, 256}) {
+    dice.seed(unsigned(count));
+    Floats x = floats(size_t(count)), y = floats(size_t(count));
+    double product = 0.0, spread = 0.0;
+    for (int i = 0; i < count; i++) product += double(x[i]) * y[i];
+    Floats other = x;
+    kernels.spread(x.data(), count), kernels.spread(y.data(), count), portable_kernels.spread(other.data(), count);
+    for (int i = 0; i < count; i++) spread += double(x[i]) * y[i];
+    report(kernels.name, "spread", x == other && std::fabs(spread - product) < 1e-5, std::fabs(spread - product));
+    std::vector<uint8_t> own(512, 7), portable(512, 7);
+    const float step = kernels.code(x.data(), count, own.data(), 8);
+    bool right = step == portable_kernels.code(x.data(), count, portable.data(), 8) && own == portable;
+    for (int i = 0; i < count; i++) right = right && std::fabs(step * int8_t(own[i / 4 * 8 + i % 4]) - x[i]) < 0.501f * step;
+    for (int i = 0; i < 512; i++) right = right && (own[i] == 7 || (i % 8 < 4 && i / 8 * 4 < count));
+    report(kernels.name, "code", right);
+    x[count / 2] = count % 3 ? INFINITY : NAN;
+    report(kernels.name, "code", std::isnan(kernels.code(x.data(), count, own.data(), 8)));
+  }
 }
 
 Floats turned(const Kernels& kernels, Floats x, const Floats& angles, const Floats& weight) {
@@ -240,16 +312,13 @@ Floats turned(const Kernels& kernels, Floats x, const Floats& angles, const Floa
 }  // namespace
 
 int main() {
-  const Floats pool = in_bfloat16(floats(3 * 2 * LANES * DIM)), query = in_bfloat16(floats(3 * DIM));
-  const Floats angles = floats(DIM), weight = floats(DIM);
-  const std::vector<uint16_t> pairs = paired(pool);
-  const Floats expected = attended(portable_kernels, false, pool.data(), query);
+  const Floats query = floats(DIM), angles = floats(DIM), weight = floats(DIM);
   for (const Kernels* kernels : kernels_here()) {
     linears(*kernels);
     blocks(*kernels);
     choices(*kernels);
-    compare(kernels->name, "attend", attended(*kernels, false, pool.data(), query), expected, 1e-5);
-    compare(kernels->name, "attend to bfloat16", attended(*kernels, true, pairs.data(), query), expected, 1e-5);
+    codes(*kernels);
+    attention(*kernels);
     compare(kernels->name, "turn", turned(*kernels, query, angles, weight), turned(portable_kernels, query, angles, weight), 1e-6);
   }
   std::printf("kernels_agree: sets=%zu wrong=%d\n", kernels_here().size(), wrong);

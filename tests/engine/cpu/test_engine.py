@@ -18,6 +18,7 @@ from outrider import _native
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
+from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.logits import Logits
@@ -200,9 +201,9 @@ def test_the_lowest_id_wins_a_tie(instructions: str, tmp_path: Path) -> None:
     assert (choice.token, choice.gap) == (0, 0.0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str) -> None:
-    engine = load(slots=8, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8")])
+def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str, kv_dtype: str) -> None:
+    engine = load(slots=8, dtype=dtype, kv_dtype=kv_dtype)
     random = np.random.default_rng(5)
     text = random_text(engine, random, 5 * PAGE + 3)
     engine.forward([prompt(0, text, wanted=0)])
@@ -215,7 +216,7 @@ def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str) -> None:
     fresh = engine.forward([prompt(7, more, len(text))])
     other = engine.forward([prompt(3, more[::-1].copy(), len(text))])
     assert np.array_equal(engine.forward([prompt(0, more, len(text))]), fresh)
-    whole = load(dtype=dtype).forward([prompt(0, np.concatenate([text, more]))])
+    whole = load(dtype=dtype, kv_dtype=kv_dtype).forward([prompt(0, np.concatenate([text, more]))])
     assert np.array_equal(whole[len(text) :], fresh)
     assert not np.array_equal(other, fresh)
     assert engine.kv_bytes_taken == alone + 3 * page  # of 7, 3 and 0
@@ -226,10 +227,10 @@ def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str) -> None:
     assert np.array_equal(engine.forward([prompt(5, more[:1], len(text))]), before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_kv_memory_bound_holds_and_released_pages_are_reused(dtype: str) -> None:
-    bound = load(slots=1, dtype=dtype).kv_bytes * 2
-    engine, free = load(slots=8, dtype=dtype, kv_memory=bound), load(slots=8, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("int8", "auto"), ("float32", "int8")])
+def test_a_kv_memory_bound_holds_and_released_pages_are_reused(dtype: str, kv_dtype: str) -> None:
+    bound = load(slots=1, dtype=dtype, kv_dtype=kv_dtype).kv_bytes * 2
+    engine, free = (load(slots=8, dtype=dtype, kv_dtype=kv_dtype, kv_memory=memory) for memory in (bound, None))
     assert engine.kv_bytes <= bound < free.kv_bytes
     assert free.memory(0, 0, 100) is None
     page = engine.kv_bytes // (engine.memory(0, 0, 0) or (0, 0))[1]
@@ -261,6 +262,32 @@ def test_a_kv_memory_bound_holds_and_released_pages_are_reused(dtype: str) -> No
 def test_kv_of_a_model_that_is_not_in_float32_takes_half() -> None:
     whole = load().kv_bytes
     assert [load(dtype=dtype).kv_bytes for dtype in ("bfloat16", "int8", "int4")] == [whole // 2] * 3
+
+
+def test_kv_in_int8_takes_a_byte_a_number_and_8_a_head() -> None:
+    engine, usual = (load(dtype="bfloat16", kv_dtype=kind) for kind in ("int8", "auto"))
+    config = read_config(DRAFTER)
+    heads = config.layers * config.kv_heads
+    rows = usual.kv_bytes // (heads * 4 * config.head_dim)
+    assert engine.kv_bytes == rows * heads * (2 * config.head_dim + 8)
+    assert (engine.types, usual.types) == ("bfloat16/kv-int8", "bfloat16")
+    memory = usual.kv_bytes // 3
+    tokens, fewer = (load(kv_dtype=kind, dtype="bfloat16", kv_memory=memory).kv_tokens for kind in ("int8", "auto"))
+    assert tokens / fewer == pytest.approx(4 * config.head_dim / (2 * config.head_dim + 8), rel=0.02)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kv_in_int8_moves_logits_by_a_fiftieth(shape: str, instructions: str, tmp_path: Path) -> None:
+    """And every instruction set has the same codes: its logits are the portable ones but for rounding."""
+    folder = make_checkpoint(tmp_path, shape)
+    text = random_text(load(folder), np.random.default_rng(8), 90)
+    exact = load(folder).forward([prompt(0, text)])
+    found = load(folder, kv_dtype="int8", instructions=instructions).forward([prompt(0, text)])
+    portable = load(folder, kv_dtype="int8", instructions="portable").forward([prompt(0, text)])
+    scale = exact.std()
+    assert 0 < np.sqrt(np.mean((found - exact) ** 2)) < 0.025 * scale
+    assert np.sqrt(np.mean((found - portable) ** 2)) < 0.003 * scale
 
 
 def test_slots_that_take_one_another_s_rows_never_run_out_of_pages() -> None:

@@ -149,7 +149,7 @@ def bad(blocks: NDArray[np.uint8], kind: str = "q4_k") -> tuple[str, NDArray[np.
 def test_blocks_that_are_none_are_refused() -> None:
     angles = np.zeros((8, 8), np.float32)
     shape = (32, 32, 256, 1, 1, 1, 16, 32, 8, 1, 8, 1e-5, 0)
-    model = _native.Model("stored", "stored", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
+    model = _native.Model("stored", "stored", "bfloat16", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
     norm = np.ones(256, np.float32)
     for head, problem in (
         (bad(np.zeros((32, 143), np.uint8)), "blocks are rows of bytes"),

@@ -103,10 +103,20 @@ def test_two_ranks_give_the_logits_of_one(shape: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [2, 4])
-@pytest.mark.parametrize(("shape", "dtype"), [("grouped", "float32"), ("biased", "bfloat16"), ("qwen3", "int8")])
-def test_a_tokens_bits_do_not_depend_on_other_rows_of_the_pass(shape: str, dtype: str, of: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kv_dtype"),
+    [
+        ("grouped", "float32", "auto"),
+        ("biased", "bfloat16", "auto"),
+        ("qwen3", "int8", "auto"),
+        ("biased", "int8", "int8"),
+    ],
+)
+def test_a_tokens_bits_do_not_depend_on_other_rows_of_the_pass(
+    shape: str, dtype: str, kv_dtype: str, of: int, tmp_path: Path
+) -> None:
     folder, random = make_checkpoint(tmp_path, shape, FFN), np.random.default_rng(4)
-    with leading(folder, of, dtype=dtype) as engine:
+    with leading(folder, of, dtype=dtype, kv_dtype=kv_dtype) as engine:
         text = random_tokens(engine, random, 60)
         alone = np.concatenate([engine.forward([prompt(0, text[at : at + 1], at)]) for at in range(60)])
         assert engine.numerics == "invariant"

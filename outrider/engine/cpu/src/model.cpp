@@ -20,8 +20,8 @@ Model::Model(const Shape& shape, WeightType type, WeightType head_type, int thre
     : shape_(shape), type_(type), head_type_(head_type), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)), exchange_(std::move(exchange)),
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
-      pages_(type.kind != Kind::float32, shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
-      workers_(threads) {
+      pages_({shape.kv_kind, shape.dim}, shape.layers, shape.kv_heads, shape.slots, shape.rows, shape.kv_bytes),
+      next_(shape.layers + 1), workers_(threads) {
   wide_ = up_to(shape.width, INPUTS);
   qkv_wide_ = up_to(size_t(shape.heads + 2 * shape.kv_heads) * shape.dim, INPUTS);
   attended_wide_ = up_to(size_t(shape.heads) * shape.dim, INPUTS);
@@ -449,21 +449,24 @@ void Model::attend_head(Worker& worker, int layer, const Segment& segment, int f
   const int written = segment.prefix + segment.span - segment.count;
   const auto norm = [](const std::vector<float>& weight) { return weight.empty() ? nullptr : weight.data(); };
   const float scale = 1.0f / std::sqrt(float(dim));
+  const bool coded = pages_.layout().kind == Kind::int8;
   for (int row = 0; row < segment.count; row++) {
     float* own = qkv_ + size_t(first_row + row) * qkv_wide_;
     const size_t angle = size_t(segment.positions[row]) * half;
     float* key = own + keys + size_t(head) * dim;
     kernels_.turn(key, dim, norm(it.key_norm), shape_.eps, &cosines_[angle], &sines_[angle], 1.0f);
-    pages_.write(segment.slot, written + row, place, key, own + values + size_t(head) * dim);
+    if (coded) kernels_.spread(key, dim);
+    pages_.write(kernels_, segment.slot, written + row, place, key, own + values + size_t(head) * dim);
     if (row < least) continue;
-    for (int q = head * group; q < (head + 1) * group; q++)
+    for (int q = head * group; q < (head + 1) * group; q++) {
       kernels_.turn(own + size_t(q) * dim, dim, norm(it.query_norm), shape_.eps, &cosines_[angle], &sines_[angle], scale);
+      if (coded) kernels_.spread(own + size_t(q) * dim, dim);
+    }
   }
 
   const int most = kernels_.most_queries, count = (segment.count - least) * group;
   Attention a;
-  a.dim = dim, a.padded_dim = pages_.padded_dim();
-  a.halves = pages_.halves(), a.pool = pages_.data(), a.table = pages_.table(segment.slot);
+  a.head = pages_.layout(), a.pool = pages_.data(), a.table = pages_.table(segment.slot);
   a.page_bytes = pages_.page_bytes(), a.offset = place;
   a.packed = worker.attention.of<float>(0);
   a.scores = a.packed + size_t(most) * dim;

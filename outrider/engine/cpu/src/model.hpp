@@ -25,6 +25,7 @@ namespace outrider {
 struct Shape {
   int vocabulary, unpadded_vocabulary, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;  // heads and ffn: this rank's
   float eps;
+  Kind kv_kind;     // float32, bfloat16 or int8
   size_t kv_bytes;  // maximum of all slots together; 0: as much as their rows need
 };
 

@@ -61,6 +61,13 @@ WeightType type_named(const std::string& name) {
   throw std::invalid_argument("a type is float32, bfloat16, int8, int4 or stored, not " + name);
 }
 
+Kind kv_kind_named(const std::string& name) {
+  if (name == "float32") return Kind::float32;
+  if (name == "bfloat16") return Kind::bfloat16;
+  if (name == "int8") return Kind::int8;
+  throw std::invalid_argument("a type of KV is float32, bfloat16 or int8, not " + name);
+}
+
 std::vector<int> integers(PyObject* object) {
   const Reference all(PySequence_List(object));
   std::vector<int> numbers;
@@ -83,18 +90,19 @@ std::unique_ptr<Exchange> exchange_of(int rank, double timeout_s, PyObject* sock
 }
 
 void make(Object& self, PyObject* args) {
-  const char *kind, *head_kind, *instructions;
+  const char *kind, *head_kind, *kv_kind, *instructions;
   Shape it;
   double eps;
   int threads, every, rank;
   unsigned long long kv_bytes;
   PyObject *cosines, *sines, *layers, *sockets;
   double timeout_s;
-  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
+  if (!PyArg_ParseTuple(args, "sss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &kv_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
                         &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
                         &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
     throw PythonError();
   it.eps = float(eps);
+  it.kv_kind = kv_kind_named(kv_kind);
   it.kv_bytes = size_t(kv_bytes);
   if (self.model) throw std::logic_error("a model is made once");
   for (int size : {it.vocabulary, it.unpadded_vocabulary, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
@@ -439,10 +447,10 @@ PyObject* pages(Object& self, PyObject* args) {
 
 PyObject* sizes(Object& self, PyObject*) {
   Model& model = model_of(self);
-  return Py_BuildValue("{s:s,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
-                       Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
-                       Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s",
-                       model.exchange_seconds());
+  return Py_BuildValue("{s:s,s:n,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
+                       Py_ssize_t(model.weight_bytes()), "page_bytes", Py_ssize_t(model.pages().page_bytes()), "kv_bytes",
+                       Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
+                       Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s", model.exchange_seconds());
 }
 
 PyObject* quantize(PyObject*, PyObject* args) {
@@ -487,7 +495,7 @@ PyMethodDef methods[] = {
     {"copy", method<Object, copy>, METH_VARARGS, "Rows of a slot become another's, too."},
     {"release", method<Object, release>, METH_VARARGS, "Rows of a slot from one on are not needed any more."},
     {"pages", method<Object, pages>, METH_VARARGS, "How many pages writing some rows takes at most, and how many are free."},
-    {"sizes", method<Object, sizes>, METH_NOARGS, "Instruction set, bytes of weights and of KV, seconds of exchange with other ranks."},
+    {"sizes", method<Object, sizes>, METH_NOARGS, "Instruction set, bytes of weights, of a page and of KV, seconds of exchange with other ranks."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(made<Object, make>)},

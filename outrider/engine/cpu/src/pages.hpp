@@ -1,8 +1,7 @@
 // Keys and values in pages of 16 rows, which slots may share: a shared page is copied when a slot writes to it. There may be
 // fewer pages than the rows of all slots need; the caller of a pass ensures that there are enough for it.
 //
-// A page holds the heads of all layers one after another, each with its keys, [dim, 16], and its values, [16, padded dim]. In
-// bfloat16 two dimensions of a key are neighbours, and so are two rows of values: [dim / 2, 16, 2] and [8, padded dim, 2].
+// A page holds the heads of all layers one after another, each as `HeadLayout` describes.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +18,9 @@ namespace outrider {
 class Pages {
  public:
   Pages() = default;
-  // `halves`: bfloat16, else float32. `bytes`: maximum of all pages together; 0: as many as the rows of all slots need.
-  Pages(bool halves, int layers, int heads, int dim, int slots, int rows, size_t bytes)
-      : halves_(halves), heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads),
-        each_((rows + LANES - 1) / LANES) {
+  // `bytes`: maximum of all pages together; 0: as many as the rows of all slots need.
+  Pages(const HeadLayout& layout, int layers, int heads, int slots, int rows, size_t bytes)
+      : layout_(layout), heads_(heads), parts_(layers * heads), each_((rows + LANES - 1) / LANES) {
     const size_t places = size_t(slots) * each_;
     const size_t count = bytes ? std::min(places, bytes / page_bytes()) : places;
     memory_ = Memory(count * page_bytes(), false);
@@ -31,16 +29,14 @@ class Pages {
     for (size_t page = count; page--;) free_.push_back(int32_t(page));
   }
 
-  bool halves() const { return halves_; }
-  int padded_dim() const { return padded_; }
-  size_t head_bytes() const { return size_t(dim_ + padded_) * LANES * (halves_ ? sizeof(uint16_t) : sizeof(float)); }
-  size_t page_bytes() const { return parts_ * head_bytes(); }
+  const HeadLayout& layout() const { return layout_; }
+  size_t page_bytes() const { return parts_ * layout_.bytes(); }
   size_t bytes() const { return memory_.bytes(); }
   size_t free() const { return free_.size(); }
   size_t taken() const { return users_.size() - free_.size(); }
   const uint8_t* data() const { return memory_.as<uint8_t>(); }
   const int32_t* table(int slot) const { return table_.data() + size_t(slot) * each_; }
-  size_t head(int layer, int head) const { return (size_t(layer) * heads_ + head) * head_bytes(); }
+  size_t head(int layer, int head) const { return (size_t(layer) * heads_ + head) * layout_.bytes(); }
 
   // Prepares a slot for a pass that reads its rows [0, end), and writes those from `first` on before.
   void prepare(int slot, int first, int end) {
@@ -63,23 +59,31 @@ class Pages {
   }
 
   // Writes the key and the value of one head and row, in a prepared slot.
-  void write(int slot, int row, size_t head, const float* key, const float* value) {
+  void write(const Kernels& kernels, int slot, int row, size_t head, const float* key, const float* value) {
     uint8_t* place = at(slot, row) + head;
-    if (halves_) {
-      uint16_t* keys = reinterpret_cast<uint16_t*>(place);
-      for (int d = 0; d < dim_; d++) keys[key_at(keys, d, row)] = rounded(key[d]);
-      for (int d = 0; d < dim_; d++) keys[value_at(keys, d, row)] = rounded(value[d]);
+    const int dim = layout_.dim;
+    if (layout_.kind == Kind::int8) {
+      Quad *quads = reinterpret_cast<Quad*>(place), *values = quads + at_value(quads, 0, row);
+      const float steps[] = {kernels.code(key, dim, quads[row % LANES].codes, LANES * sizeof(Quad)),
+                             kernels.code(value, dim, values->codes, sizeof(Quad))};
+      std::memcpy(quads + at_key(quads, layout_.quads(), row), &steps[0], sizeof(Quad));
+      std::memcpy(quads + at_value(quads, layout_.padded() / 4, row), &steps[1], sizeof(Quad));
+    } else if (layout_.kind == Kind::bfloat16) {
+      uint16_t* halves = reinterpret_cast<uint16_t*>(place);
+      for (int d = 0; d < dim; d++) halves[at_key(halves, d, row)] = rounded(key[d]);
+      for (int d = 0; d < dim; d++) halves[at_value(halves, d, row)] = rounded(value[d]);
     } else {
-      float* keys = reinterpret_cast<float*>(place);
-      for (int d = 0; d < dim_; d++) keys[key_at(keys, d, row)] = key[d];
-      std::memcpy(keys + value_at(keys, 0, row), value, size_t(dim_) * sizeof(float));
+      float* floats = reinterpret_cast<float*>(place);
+      for (int d = 0; d < dim; d++) floats[at_key(floats, d, row)] = key[d];
+      std::memcpy(floats + at_value(floats, 0, row), value, size_t(dim) * sizeof(float));
     }
   }
 
   // Moves rows of a slot. All rows are read before one is written.
   void move(int slot, const int64_t* source, const int64_t* target, size_t count) {
-    if (halves_) move_of<uint16_t>(slot, source, target, count);
-    else move_of<float>(slot, source, target, count);
+    if (layout_.kind == Kind::int8) move_of<Quad>(slot, source, target, count, layout_.quads() + 1, layout_.padded() / 4 + 1);
+    else if (layout_.kind == Kind::bfloat16) move_of<uint16_t>(slot, source, target, count, layout_.dim, layout_.dim);
+    else move_of<float>(slot, source, target, count, layout_.dim, layout_.dim);
   }
 
   // Makes another slot share rows [0, rows) of one. Allocates no page: the last shared page may hold further rows of the
@@ -100,23 +104,34 @@ class Pages {
   int32_t& entry(int slot, int index) { return table_[size_t(slot) * each_ + index]; }
   uint8_t* at(int slot, int row) { return memory_.as<uint8_t>() + size_t(entry(slot, row / LANES)) * page_bytes(); }
 
-  // The index of a row's dimension d in a head's part of a page.
-  size_t key_at(const float*, int d, int row) const { return size_t(d) * LANES + row % LANES; }
-  size_t value_at(const float*, int d, int row) const { return size_t(dim_) * LANES + row % LANES * padded_ + d; }
-  size_t key_at(const uint16_t*, int d, int row) const { return (size_t(d / 2) * LANES + row % LANES) * 2 + d % 2; }
-  size_t value_at(const uint16_t*, int d, int row) const {
-    return size_t(dim_) * LANES + (row % LANES / 2 * padded_ + d) * 2 + row % 2;
+  struct Quad {  // four codes, or behind the last ones of a row their step
+    uint8_t codes[4];
+  };
+
+  // The index of a row's number d in a head's part of a page.
+  size_t at_key(const void*, int d, int row) const { return size_t(d) * LANES + row % LANES; }
+  size_t at_key(const uint16_t*, int d, int row) const { return (size_t(d / 2) * LANES + row % LANES) * 2 + d % 2; }
+  size_t at_value(const float*, int d, int row) const {
+    return layout_.key_bytes() / sizeof(float) + row % LANES * layout_.padded() + d;
+  }
+  size_t at_value(const uint16_t*, int d, int row) const {
+    return layout_.key_bytes() / sizeof(uint16_t) + (row % LANES / 2 * layout_.padded() + d) * 2 + row % 2;
+  }
+  size_t at_value(const Quad*, int d, int row) const {
+    const int wide = layout_.padded() / 4;
+    return layout_.key_bytes() / sizeof(Quad) + (d < wide ? row % LANES * wide + d : LANES * wide + row % LANES);
   }
 
+  // `keys`, `values`: how many numbers a row has.
   template <class T>
-  void move_of(int slot, const int64_t* source, const int64_t* target, size_t count) {
-    std::vector<T> rows(count * parts_ * 2 * dim_);
+  void move_of(int slot, const int64_t* source, const int64_t* target, size_t count, int keys, int values) {
+    std::vector<T> rows(count * parts_ * (keys + values));
     T* held = rows.data();
-    const auto each = [&](int row, auto work) {  // calls `work` with the place and the copy of each value of a row
+    const auto each = [&](int row, auto work) {  // calls `work` with the place and the copy of each number of a row
       T* head = reinterpret_cast<T*>(at(slot, row));
-      for (int part = 0; part < parts_; part++, head += head_bytes() / sizeof(T)) {
-        for (int d = 0; d < dim_; d++) work(head[key_at(head, d, row)], *held++);
-        for (int d = 0; d < dim_; d++) work(head[value_at(head, d, row)], *held++);
+      for (int part = 0; part < parts_; part++, head += layout_.bytes() / sizeof(T)) {
+        for (int d = 0; d < keys; d++) work(head[at_key(head, d, row)], *held++);
+        for (int d = 0; d < values; d++) work(head[at_value(head, d, row)], *held++);
       }
     };
     for (size_t i = 0; i < count; i++) {
@@ -159,8 +174,8 @@ class Pages {
     return own;
   }
 
-  bool halves_ = false;
-  int heads_ = 0, dim_ = 0, padded_ = 0, parts_ = 0, each_ = 0;
+  HeadLayout layout_;
+  int heads_ = 0, parts_ = 0, each_ = 0;
   Memory memory_;
   std::vector<int32_t> table_;  // [slots, each]; -1: no page
   std::vector<int32_t> users_;  // number of slots that use each page

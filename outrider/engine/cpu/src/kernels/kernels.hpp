@@ -100,13 +100,34 @@ struct Output {
   int ups = 0;                          // `gate`: place of the ups' addends behind those of the gates
 };
 
+// How 16 keys and values of a head lie in a page: in float32, bfloat16 or int8.
+//
+// The keys come first, [dim, 16], then the values, [16, padded dim]. In bfloat16 two dimensions of a key are neighbours, and so are
+// two rows of values: [dim / 2, 16, 2] and [8, padded dim, 2]. In int8 four dimensions of a key are neighbours, [dim / 4, 16, 4], and
+// both keys and values end with a float32 for each row, the step of its codes.
+struct HeadLayout {
+  Kind kind = Kind::float32;
+  int dim = 0;
+
+  int padded() const { return (dim + LANES - 1) / LANES * LANES; }
+  int quads() const { return (dim + 3) / 4; }  // words of a key in int8
+  size_t key_bytes() const {
+    if (kind == Kind::int8) return size_t(quads() + 1) * LANES * 4;
+    return size_t(dim) * LANES * (kind == Kind::bfloat16 ? 2 : 4);
+  }
+  size_t value_bytes() const {
+    if (kind == Kind::int8) return size_t(padded() + 4) * LANES;
+    return size_t(padded()) * LANES * (kind == Kind::bfloat16 ? 2 : 4);
+  }
+  size_t bytes() const { return key_bytes() + value_bytes(); }
+};
+
 // Some queries of one segment over one head's keys and values.
 struct Attention {
   int queries;                 // at most `most_queries`
-  int dim, padded_dim;         // of a head; that of its values is padded to a multiple of 16
+  HeadLayout head;
   const float* const* query;   // [queries] of dim floats each, rotated and scaled
   float* const* out;           // [queries] of dim floats each
-  bool halves;                 // keys and values are bfloat16 in pairs, as in `Pages`
   const uint8_t* pool;         // of pages
   const int32_t* table;        // page of each 16 cache rows of the slot
   size_t page_bytes, offset;   // size of a page; offset of this head's keys in it, which its values follow
@@ -162,8 +183,14 @@ struct Kernels {
   // `last` unless it is the end.
   void (*linear)(const Linear&, const Tile&, int first, int last, const Output&, int row);
   void (*attend)(const Attention&);
+  // Rounds numbers to int8 codes: each four, the last ones with zeros, `stride` bytes behind the four before. Returns the step of
+  // the codes; NaN where a number is not finite.
+  float (*code)(const float* x, int count, uint8_t* codes, size_t stride);
   // Changes one head's vector: RMS norm where there is a weight, rotation by `cosines` and `sines`, [dim / 2], then `scale`.
   void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
+  // Spreads each number over all of a head's, or over the largest power of two that divides them (a Walsh-Hadamard transform), so
+  // that none is much larger than the others. Products of two vectors stay the same.
+  void (*spread)(float* x, int dim);
   // Adds the best of tokens first, first + 1, ... to the leaders: at most PIECE tokens.
   void (*lead)(const float* logits, int first, int count, const Draw&, Leaders&);
   float (*most)(const float* x, int count);
