@@ -70,7 +70,7 @@ class Worker:
     plain_error: float = 0.0  # of that, relative
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
-    dtype: str = ""  # type in which a verifier has its weights
+    dtype: str = ""  # types in which a verifier has its weights and KV
     protocol: int = PROTOCOL  # the protocol that it speaks; 0: an older version, which announces none
 
     @property

@@ -14,7 +14,7 @@ class Origin:
 
     protocol: int  # 0: a version that did not announce any
     weights: str  # digest of the target's checkpoint; "": not known
-    dtype: str  # type in which the verifier has them, for quantized weights are another target; "": not known
+    dtype: str  # types of the verifier's weights and KV, for quantized ones are another target; "": not known
 
     def __str__(self) -> str:
         kind = f" in {self.dtype}" if self.dtype else ""
