@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from outrider.config import KvType
+from outrider.config import KvType, WeightType
 from outrider.engine.checkpoints.checkpoint import read_tokenizer
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import PAGE, Engine
@@ -50,14 +50,14 @@ def pass_seconds(engine: Engine, context: int, rows: int) -> float:
 
 
 def times(
-    checkpoint: Path, contexts: list[int], threads: int, rounds: int
+    checkpoint: Path, dtype: WeightType, contexts: list[int], threads: int, rounds: int
 ) -> dict[tuple[int, int], dict[KvType, list[float]]]:
     """Return the seconds of passes, by context, rows and type of KV."""
     found: dict[tuple[int, int], dict[KvType, list[float]]] = {}
     for context in contexts:
         engines = {
             kind: load_engine(
-                checkpoint, dtype="auto", kv_dtype=kind, slots=1, rows=context + max(ROWS), threads=threads
+                checkpoint, dtype=dtype, kv_dtype=kind, slots=1, rows=context + max(ROWS), threads=threads
             )
             for kind in TYPES
         }
@@ -72,9 +72,11 @@ def times(
     return found
 
 
-def text_logits(checkpoint: Path, kind: KvType, ids: NDArray[np.int64], threads: int) -> NDArray[np.float32]:
+def text_logits(
+    checkpoint: Path, dtype: WeightType, kind: KvType, ids: NDArray[np.int64], threads: int
+) -> NDArray[np.float32]:
     """Return the logits of a text: [tokens, vocabulary]."""
-    engine = load_engine(checkpoint, dtype="auto", kv_dtype=kind, slots=1, rows=len(ids), threads=threads)
+    engine = load_engine(checkpoint, dtype=dtype, kv_dtype=kind, slots=1, rows=len(ids), threads=threads)
     return np.concatenate(
         [
             engine.forward(
@@ -85,14 +87,15 @@ def text_logits(checkpoint: Path, kind: KvType, ids: NDArray[np.int64], threads:
     )
 
 
-def token_bytes(checkpoint: Path, kind: KvType) -> int:
+def token_bytes(checkpoint: Path, dtype: WeightType, kind: KvType) -> int:
     """Return the bytes of a token's KV."""
-    engine = load_engine(checkpoint, dtype="auto", kv_dtype=kind, slots=1, rows=PAGE)
+    engine = load_engine(checkpoint, dtype=dtype, kv_dtype=kind, slots=1, rows=PAGE)
     return engine.kv_bytes // PAGE
 
 
 def main(
     checkpoint: Path,
+    dtype: Annotated[WeightType, typer.Option(help="Type of the weights.")] = "auto",
     context: Annotated[list[int] | None, typer.Option(help="Tokens before a pass; may be repeated.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 1,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
@@ -104,16 +107,16 @@ def main(
     table = Table(title=f"A pass, {threads} thread{'s' if threads > 1 else ''}, ms")
     for column in ("context", "rows", *TYPES, "ratio"):
         table.add_column(column, justify="right")
-    for (length, rows), seconds in times(checkpoint, context or [1_000, 8_000, 32_000], threads, rounds).items():
+    for (length, rows), seconds in times(checkpoint, dtype, context or [1_000, 8_000, 32_000], threads, rounds).items():
         usual, coded = (seconds[kind] for kind in TYPES)
         ratio = median(one / two for one, two in zip(coded, usual, strict=True))
         cells = (f"{median(it) * 1e3:.2f}" for it in (usual, coded))
         table.add_row(f"{length:,}", str(rows), *cells, f"{ratio:.2f}")
     console.print(table)
-    console.print("bytes of a token:", *(f"{kind} {token_bytes(checkpoint, kind):,}" for kind in TYPES))
+    console.print("bytes of a token:", *(f"{kind} {token_bytes(checkpoint, dtype, kind):,}" for kind in TYPES))
     prompts = "".join(json.loads(line)["prompt"] for line in texts.read_text().splitlines())
     ids = np.array(read_tokenizer(checkpoint)[0].encode(prompts).ids[:tokens], np.int64)
-    before, after = (text_logits(checkpoint, kind, ids, threads) for kind in TYPES)
+    before, after = (text_logits(checkpoint, dtype, kind, ids, threads) for kind in TYPES)
     gaps = np.abs(after - before)
     same = (after.argmax(1) == before.argmax(1)).mean()
     console.print(f"kv_types: gap_mean={gaps.mean():.3f} gap_widest={gaps.max():.2f} same_best={same:.3f}")
