@@ -189,6 +189,7 @@ async def test_heads_that_do_not_fit_are_refused_at_start(heads: Path, tmp_path:
         ({"tier": 1}, "draft for verifiers of their own target"),
         ({"any_target": True}, "of their own target"),
         ({"dtype": "int8"}, "in float32 or bfloat16"),
+        ({"kv_dtype": "int8"}, "leave out backend, dtype and kv_dtype"),
         ({"learns": True}, "learns: is for a drafter with a whole model"),
     ):
         with pytest.raises(ConfigError, match=why):

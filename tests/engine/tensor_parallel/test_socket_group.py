@@ -120,6 +120,7 @@ def test_a_tokens_bits_do_not_depend_on_other_rows_of_the_pass(
         text = random_tokens(engine, random, 60)
         alone = np.concatenate([engine.forward([prompt(0, text[at : at + 1], at)]) for at in range(60)])
         assert engine.numerics == "invariant"
+        assert engine.kv_dtype == kv_dtype
         neighbour = Tree.random(engine, random, 20)
         at_once = engine.forward([neighbour.segment(2, 0), prompt(1, text)])[20:]
         assert np.array_equal(at_once, alone)
