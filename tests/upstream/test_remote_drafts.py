@@ -28,7 +28,7 @@ def contract(seed: int, temperature: float) -> Contract:
     return Contract(seed=seed, max_tokens=LONG, temperature=temperature)
 
 
-def wait_until(true: Callable[[], object], within_s: float = 10.0) -> None:
+def wait_until(true: Callable[[], object], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < end
@@ -40,7 +40,7 @@ def test_texts_are_the_engines_own_and_take_fewer_steps(
     temperature: float, tokens_a_step: float, engine: ForeignEngine
 ) -> None:
     plain = [engine.text(contract(seed, temperature), 60) for seed in range(4)]
-    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=20)) as drafts:
+    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=200)) as drafts:
         wait_until(lambda: drafts.drafters)
         before = engine.steps
         assert [engine.text(contract(seed, temperature), 60, drafts) for seed in range(4)] == plain
@@ -136,6 +136,6 @@ def test_a_thousand_short_rows_leave_nothing_behind() -> None:
         time.sleep(0.6)
         drafts.step([("row 1", []), ("row 3", [])])
         drafts.open("last", PROMPT, contract(1, 0.0))
-        wait_until(lambda: drafts.step([("last", [])])[0], 20)
+        wait_until(lambda: drafts.step([("last", [])])[0])
         drafts.close("last")
         assert drafts.sessions == 0
