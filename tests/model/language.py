@@ -50,4 +50,4 @@ def expected_answer(prompt: tuple[int, ...], generated: tuple[int, ...], stops: 
     taken = text.feed(generated)
     rest = "" if taken.stopped else text.flush()
     tokens = generated[: taken.tokens]
-    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,), _LOADED.chat)
+    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,))
