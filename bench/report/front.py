@@ -26,7 +26,7 @@ from bench.rows.processes import ROOT
 
 README = ROOT / "README.md"
 COMMAND = "make bench-quick ARGS='--target 150M --target 400M --target 1B'"
-FORMATS_COMMAND = "make bench ARGS='--suite formats --target 1B', then 8B"
+FORMATS_COMMAND = "make bench ARGS='--suite formats --target 1B'"
 ROWS: Mapping[str, tuple[str, ...]] = {  # names in the table, and the rows of which the fastest is taken
     "transformers": ("transformers",),
     "transformers, assisted by the same drafter": ("assisted",),

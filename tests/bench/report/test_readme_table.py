@@ -51,7 +51,7 @@ def test_the_table_of_quantized_models_has_several_runs() -> None:
         return RESULTS | {"takes": [], "formats": [{"texts": []}, {"texts": texts}]}
 
     lines = front.formats_table([run(10**9), run(8 * 10**9)]).splitlines()
-    assert lines[1].endswith("then 8B`, Q4_K_M | 1B, T = 1 | 8B, T = 1 |")
+    assert lines[1].endswith("--target 1B'`, Q4_K_M | 1B, T = 1 | 8B, T = 1 |")
     assert lines[3:-1] == ["| llama.cpp | 37 | 37 |", "| Outrider, plain | 42 | 42 |"]
 
 
