@@ -149,6 +149,7 @@ class Row:
 
     def __init__(self, session: ForeignSession, length: int) -> None:
         self.session = session
+        self.named = time.monotonic()  # when a step named it last
         self.length = length  # tokens of the text
         self.recent: list[int] = []  # the last of them
         self.given: tuple[int, ...] = ()  # the chain of the last step

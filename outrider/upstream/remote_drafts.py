@@ -89,7 +89,6 @@ class RemoteDrafts:
         self.settings = settings
         self.counts = UpstreamCounts()
         self._rows: dict[str, Row] = {}
-        self._named: dict[str, float] = {}  # when a step or `open` named a row last
         self._fresh = threading.Event()  # set when some drafts have changed
         self._failed = False
         digest = read_tokenizer_digest(settings.model)
@@ -128,7 +127,6 @@ class RemoteDrafts:
                 return
             session = self._host.session(tokens, contract)
             self._rows[row] = Row(session, len(tokens))
-            self._named[row] = time.monotonic()
             self._send(lambda: self._host.open(session))
         except Exception:
             self._note()
@@ -149,7 +147,6 @@ class RemoteDrafts:
 
     def close(self, row: str) -> None:
         """Stop drafting for a row: its text is complete, or the engine has put it aside."""
-        self._named.pop(row, None)
         if (found := self._rows.pop(row, None)) is not None:
             self._send(lambda: self._host.close(found.session))
 
@@ -165,13 +162,13 @@ class RemoteDrafts:
         counts.rows += len(rows)
         news: list[tuple[ForeignSession, Sequence[int]]] = []
         served = [self._rows.get(name) for name, _ in rows]
-        for (name, tokens), row in zip(rows, served, strict=True):
+        for (_, tokens), row in zip(rows, served, strict=True):
             if row is not None:
-                self._named[name] = now
+                row.named = now
                 if tokens:
                     counts.accepted += row.commit(tokens)
                     news.append((row.session, tokens))
-        if len(self._named) > len(rows):
+        if len(self._rows) > len(rows):
             self._close_idle(now)
         chains = [() if row is None else row.chain(limit) for row, limit in zip(served, most, strict=True)]
         if news:  # last: the other thread begins at once, and would have the interpreter for milliseconds
@@ -195,7 +192,7 @@ class RemoteDrafts:
         return chains
 
     def _close_idle(self, now: float) -> None:
-        for name in [name for name, at in self._named.items() if now - at > self.settings.idle_s]:
+        for name in [name for name, row in self._rows.items() if now - row.named > self.settings.idle_s]:
             self.close(name)
 
     def _send(self, work: Callable[[], None]) -> None:

@@ -41,12 +41,10 @@ def pad(
     if is_gguf(destination) and parameters is None:
         raise typer.BadParameter("a GGUF file has the vocabulary of its source; give --parameters")
     with reported():
+        checkpoint = checkpoint_folder(source)
         if is_gguf(destination):
             assert parameters is not None
-            pad_to_gguf(checkpoint_folder(source), destination, to, parameters)
-            print(f"outrider pad: wrote {destination}")
-            return
-        pad_checkpoint(
-            checkpoint_folder(source), destination, parameters=parameters, shape=shape, vocabulary=vocabulary
-        )
+            pad_to_gguf(checkpoint, destination, to, parameters)
+        else:
+            pad_checkpoint(checkpoint, destination, parameters=parameters, shape=shape, vocabulary=vocabulary)
     print(f"outrider pad: wrote {destination}")

@@ -98,12 +98,33 @@ class _Parts:
         assert at is not None
         return CheckpointError(f"{at.file.path}: {what}")
 
+    def matrix(self, suffix: str, dtype: str) -> StoredTensor:
+        """Return a tensor of that type that is a matrix. Raises CheckpointError."""
+        it = self.need(suffix, (dtype,))
+        if len(it.shape) != 2 or not all(it.shape):
+            raise self.wrong(f"tensor {self.stem}.{suffix} has shape {[*it.shape]}, must be a matrix")
+        return it
+
+    def fitting(self, name: str, inputs: int, group: int) -> str:
+        """Return the type of blocks for these groups, see `blocks.fitting`. Raises CheckpointError where none fits."""
+        if (kind := fitting(name, inputs, group)) is None:
+            raise self.odd_groups(inputs)
+        return kind
+
+    def odd_groups(self, inputs: int) -> CheckpointError:
+        """Return the error of groups that no blocks fit."""
+        return self.wrong(f"{self.stem} has {inputs} inputs in groups that are no multiples of 32 of them")
+
+    def check_numbers(self, suffix: str, found: Bytes) -> Bytes:
+        """Return numbers in E4M3. Raises CheckpointError where one is none."""
+        if ((found & np.uint8(127)) == 127).any():
+            raise self.wrong(f"tensor {self.stem}.{suffix} has values that are no numbers; download it again")
+        return found
+
     def made(
-        self, kind: str | None, shape: tuple[int, int], rows: Rows, order: NDArray[np.int32] | None = None
+        self, kind: str, shape: tuple[int, int], rows: Rows, order: NDArray[np.int32] | None = None
     ) -> QuantizedTensor:
-        """Return the weight. Raises CheckpointError where no type fits its groups."""
-        if kind is None:
-            raise self.wrong(f"{self.stem} has {shape[1]} inputs in groups that are no multiples of 32 of them")
+        """Return the weight."""
         own = [it for name, it in self._stored.items() if name.rpartition(".")[0] == self.stem]
         return QuantizedTensor(own[0].file, kind, shape, sum(it.bytes for it in own), rows, order)
 
@@ -160,7 +181,7 @@ def _awq(parts: _Parts) -> QuantizedTensor:
     parts.need("scales", _FLOATS, (groups, outputs))
     zeros = parts.need("qzeros", (_WORDS,), (groups, codes.shape[1]))
     group = inputs // groups
-    kind = fitting("int4", inputs, group)
+    kind = parts.fitting("int4", inputs, group)
 
     def outputs_of(it: StoredTensor, first: int, last: int) -> Bytes:
         """Return the codes of outputs: [outputs, rows of the tensor]."""
@@ -173,7 +194,6 @@ def _awq(parts: _Parts) -> QuantizedTensor:
     def rows(first: int, last: int) -> Bytes:
         found = np.ascontiguousarray(_scales(scales).T[first:last])
         zero = outputs_of(zeros, first, last).astype(np.int16)
-        assert kind is not None
         return integer_blocks(kind, outputs_of(codes, first, last), found, zero, group)
 
     return parts.made(kind, (outputs, inputs), rows)
@@ -190,7 +210,7 @@ def _gptq(parts: _Parts, method: Method) -> QuantizedTensor:
     parts.need("scales", _FLOATS, (groups, outputs))
     zeros = parts.need("qzeros", (_WORDS,), (groups, outputs // each))
     group, order = inputs // groups, _order(parts, "g_idx", inputs, groups)
-    kind = fitting(f"int{method.bits}", inputs, group)
+    kind = parts.fitting(f"int{method.bits}", inputs, group)
 
     def rows(first: int, last: int) -> Bytes:
         words = np.ascontiguousarray(_in_words(codes)[:, first:last].swapaxes(0, 1))
@@ -199,7 +219,6 @@ def _gptq(parts: _Parts, method: Method) -> QuantizedTensor:
         if (zero := zero + np.int16(method.below)).max(initial=0) > 255:
             raise parts.wrong(f"tensor {parts.stem}.qzeros has zeros beyond the codes; download the checkpoint again")
         scale = np.ascontiguousarray(_scales(scales).T[first:last])
-        assert kind is not None
         return integer_blocks(kind, found if order is None else found[:, order], scale, zero, group)
 
     return parts.made(kind, (outputs, inputs), rows, order)
@@ -223,7 +242,7 @@ def _packed(parts: _Parts) -> QuantizedTensor:
     if zeros is not None:
         parts.need("weight_zero_point", (_WORDS,), (-(-outputs // each), groups))
     order = _order(parts, "weight_g_idx", inputs, groups)
-    kind = fitting(f"int{bits}", inputs, group)
+    kind = parts.fitting(f"int{bits}", inputs, group)
 
     def rows(first: int, last: int) -> Bytes:
         packed = _array(codes, first, last).view(np.uint8).reshape(last - first, -1)
@@ -232,7 +251,6 @@ def _packed(parts: _Parts) -> QuantizedTensor:
         if zeros is not None:
             by_output = unpacked(_in_words(zeros), bits).swapaxes(1, 2).reshape(-1, groups)
             zero = by_output[first:last].astype(np.int16)
-        assert kind is not None
         scale = _scales(scales, first, last)
         return integer_blocks(kind, found if order is None else found[:, order], scale, zero, group)
 
@@ -252,20 +270,17 @@ def _grouped(parts: _Parts, outputs: int, inputs: int) -> tuple[StoredTensor, in
 
 def _int8(parts: _Parts) -> QuantizedTensor:
     """compressed-tensors' int-quantized."""
-    codes = parts.need("weight", ("I8",))
-    if len(codes.shape) != 2:
-        raise parts.wrong(f"tensor {parts.stem}.weight has shape {[*codes.shape]}, must be a matrix")
+    codes = parts.matrix("weight", "I8")
     outputs, inputs = codes.shape
     scales, groups, group = _grouped(parts, outputs, inputs)
     zeros = parts.get("weight_zero_point")
     if zeros is not None:
         parts.need("weight_zero_point", ("I8",), (outputs, groups))
-    kind = fitting("int8", inputs, group)
+    kind = parts.fitting("int8", inputs, group)
 
     def rows(first: int, last: int) -> Bytes:
         zero = np.zeros((last - first, groups), np.int16) if zeros is None else _array(zeros, first, last)
         found = _array(codes, first, last).view(np.uint8) ^ np.uint8(128)
-        assert kind is not None
         return integer_blocks(kind, found, _scales(scales, first, last), zero + np.int16(128), group)
 
     return parts.made(kind, (outputs, inputs), rows)
@@ -273,9 +288,7 @@ def _int8(parts: _Parts) -> QuantizedTensor:
 
 def _float8(parts: _Parts) -> QuantizedTensor:
     """Numbers in E4M3, with a scale for the tensor, each output or each block of outputs and inputs."""
-    codes = parts.need("weight", ("F8_E4M3",))
-    if len(codes.shape) != 2 or not all(codes.shape):
-        raise parts.wrong(f"tensor {parts.stem}.weight has shape {[*codes.shape]}, must be a matrix")
+    codes = parts.matrix("weight", "F8_E4M3")
     outputs, inputs = codes.shape
     suffix = "weight_scale" if parts.get("weight_scale") else "weight_scale_inv"
     scales = parts.need(suffix, _FLOATS)
@@ -286,14 +299,11 @@ def _float8(parts: _Parts) -> QuantizedTensor:
             f"tensor {parts.stem}.{suffix} has shape {[*scales.shape]} for a weight of shape {[outputs, inputs]}; one "
             "for the tensor, for each output, or for each block of 128 x 128 are served"
         )
-    kind = fitting("fp8", inputs, width)
+    kind = parts.fitting("fp8", inputs, width)
 
     def rows(first: int, last: int) -> Bytes:
-        found = _array(codes, first, last)
-        if ((found & np.uint8(127)) == 127).any():
-            raise parts.wrong(f"tensor {parts.stem}.weight has values that are no numbers; download it again")
+        found = parts.check_numbers("weight", _array(codes, first, last))
         scale = _scales(scales).reshape(by)[np.arange(first, last) // height]
-        assert kind is not None
         return float8_blocks(kind, found, np.ascontiguousarray(scale), width)
 
     return parts.made(kind, (outputs, inputs), rows)
@@ -301,30 +311,27 @@ def _float8(parts: _Parts) -> QuantizedTensor:
 
 def _float4(parts: _Parts, suffix: str) -> QuantizedTensor:
     """Pairs of numbers in E2M1, with a scale for each 16 inputs (NVFP4) or a power of two for each 32 (MXFP4)."""
-    codes = parts.need(suffix, ("U8",))
-    if len(codes.shape) != 2:
-        raise parts.wrong(f"tensor {parts.stem}.{suffix} has shape {[*codes.shape]}, must be a matrix")
+    codes = parts.matrix(suffix, "U8")
     outputs, inputs = codes.shape[0], 2 * codes.shape[1]
     powers = parts.need("weight_scale", ("F8_E4M3", "U8")).dtype == "U8"
     scales = parts.need("weight_scale", ("U8" if powers else "F8_E4M3",), (outputs, inputs // (32 if powers else 16)))
     if powers:
+        if inputs % 32:
+            raise parts.odd_groups(inputs)
 
         def in_powers(first: int, last: int) -> Bytes:
             return mxfp4_blocks(unpacked(_array(codes, first, last), 4), _array(scales, first, last))
 
-        return parts.made(None if inputs % 32 else "mxfp4", (outputs, inputs), in_powers)
+        return parts.made("mxfp4", (outputs, inputs), in_powers)
     divided = parts.get("weight_global_scale") is not None  # the scales are multiples of it; of others, it is of them
     total = parts.need("weight_global_scale" if divided else "weight_scale_2", ("F32",), (1,), ())
     factor = np.float32(_scales(total).reshape(())[()])
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = np.float32(1) / factor if divided else factor
-    kind = fitting("nvfp4", inputs, inputs)
+    kind = parts.fitting("nvfp4", inputs, inputs)
 
     def rows(first: int, last: int) -> Bytes:
-        found = _array(scales, first, last)
-        if ((found & np.uint8(127)) == 127).any():
-            raise parts.wrong(f"tensor {parts.stem}.weight_scale has values that are no numbers; download it again")
-        assert kind is not None
+        found = parts.check_numbers("weight_scale", _array(scales, first, last))
         return nvfp4_blocks(kind, unpacked(_array(codes, first, last), 4), found, factor)
 
     return parts.made(kind, (outputs, inputs), rows)
