@@ -16,21 +16,11 @@ from tests.e2e.conftest import MODELS
 from tests.e2e.test_tools import FORMAT, TEMPLATE, arguments_are_valid, function
 from tests.gateway.contracts.test_four_ways import calls, chat, is_a_call, is_json, is_said, says
 from tests.gateway.contracts.ways import CHAT, Answer, Case, check_four_ways, drafting_gateway, made, send
+from tests.grammar.test_added_tokens import ADDED as GRAMMAR_TOKENS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADDED = (
-    AddedToken("<tool_call>", special=False, normalized=False),
-    AddedToken("</tool_call>", special=False, normalized=False),
-    AddedToken("<think>", special=False, normalized=False),
-    AddedToken("</think>", special=False, normalized=False),
-    AddedToken("<|im_end|>", special=True, normalized=False),
-    AddedToken("<left>", special=False, lstrip=True, normalized=False),
-    AddedToken("<right>", special=False, rstrip=True, normalized=False),
-    AddedToken("<both>", special=True, lstrip=True, rstrip=True, normalized=False),
-    AddedToken("<normal>", special=False, normalized=True),
-    AddedToken("    ", special=False, normalized=False),
-)
+ADDED = (*GRAMMAR_TOKENS[:2], AddedToken("<think>", special=False, normalized=False), *GRAMMAR_TOKENS[2:])
 TOKENIZER = Tokenizer.from_str(with_added((MODELS / "target" / "tokenizer.json").read_text(encoding="utf-8"), ADDED))
 ID = {token.content: TOKENIZER.token_to_id(token.content) for token in ADDED}
 REASONS = f"""{TEMPLATE}{{% if enable_thinking %}}<think>
