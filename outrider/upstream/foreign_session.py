@@ -70,7 +70,7 @@ def _below(node: Node) -> tuple[int, ...]:
 
 
 class ForeignSession(UpstreamSession):
-    """Only the thread of the upstream's event loop touches it, but for `drafts`, which any thread may read."""
+    """Only the thread of the upstream's event loop touches it."""
 
     terms: DraftingTerms
 
@@ -81,9 +81,12 @@ class ForeignSession(UpstreamSession):
         contract: Contract,
         plan: Plan,
         vocabulary: int,
+        row: Row,
         on_news: Callable[[ForeignSession], None],
     ) -> None:
-        """`on_news`: called when the tree has changed, or no drafter drafts any more."""
+        """`row`: where the drafts are published. `on_news`: called when the tree has changed, or no drafter drafts any
+        more.
+        """
         super().__init__(contract, 0)
         self.id = name
         self.tenant = TENANT
@@ -94,7 +97,7 @@ class ForeignSession(UpstreamSession):
         self.tree = TokenTree(self.tokens, capacity=CAPACITY)
         self.terms = DraftingTerms(plan, drawn=False)
         self.terms.set_overlap_mode(OverlapMode.AHEAD)
-        self.drafts = drafts_of(self.tree, drafting=False)
+        self._row = row
         self._on_news = on_news
 
     @property
@@ -140,15 +143,15 @@ class ForeignSession(UpstreamSession):
         return position
 
     def publish(self) -> None:
-        """Let other threads see what is drafted now."""
-        self.drafts = drafts_of(self.tree, drafting=self.drafting)
+        """Let the engine's thread see what is drafted now."""
+        self._row.drafts = drafts_of(self.tree, drafting=self.drafting)
 
 
 class Row:
-    """A session as the engine's thread sees it."""
+    """A session as the engine's thread sees it. Only that thread touches it, but for `drafts`."""
 
-    def __init__(self, session: ForeignSession, length: int) -> None:
-        self.session = session
+    def __init__(self, length: int) -> None:
+        self.drafts = Drafts(length - 1, (), {}, drafting=False)  # the last that were published
         self.named = time.monotonic()  # when a step named it last
         self.length = length  # tokens of the text
         self.recent: list[int] = []  # the last of them
@@ -169,7 +172,7 @@ class Row:
 
     def chain(self, most: int) -> tuple[int, ...]:
         """Return the tokens to verify next, at most `most`."""
-        drafts = self.session.drafts
+        drafts = self.drafts
         behind = self.length - 1 - drafts.position
         if behind > len(self.recent):
             return ()
@@ -178,5 +181,5 @@ class Row:
 
     def awaits(self, most: int) -> bool:
         """Return whether the step's chain is shorter than `most`, and more may come."""
-        drafts = self.session.drafts
+        drafts = self.drafts
         return len(self.given) < most and (drafts.drafting or drafts.position < self.length - 1)

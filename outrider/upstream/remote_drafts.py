@@ -116,6 +116,10 @@ class RemoteDrafts:
         """Rows that are open."""
         return len(self._rows)
 
+    def length(self, row: str) -> int:
+        """Return how many tokens of a row's text are known here; 0 if it is not open."""
+        return self._rows[row].length if row in self._rows else 0
+
     def open(self, row: str, tokens: Sequence[int], contract: Contract) -> None:
         """Begin to draft for a row of the engine, whose text so far is `tokens`, the prompt included.
 
@@ -125,9 +129,8 @@ class RemoteDrafts:
             self.close(row)
             if not tokens or len(self._rows) >= MOST_SESSIONS:
                 return
-            session = self._host.session(tokens, contract)
-            self._rows[row] = Row(session, len(tokens))
-            self._send(lambda: self._host.open(session))
+            opened = self._rows[row] = Row(len(tokens))
+            self._send(lambda: self._host.open(opened, tokens, contract))
         except Exception:
             self._note()
 
@@ -148,7 +151,7 @@ class RemoteDrafts:
     def close(self, row: str) -> None:
         """Stop drafting for a row: its text is complete, or the engine has put it aside."""
         if (found := self._rows.pop(row, None)) is not None:
-            self._send(lambda: self._host.close(found.session))
+            self._send(lambda: self._host.close(found))
 
     def stop(self) -> None:
         """Stop drafting for all rows, and release the drafters."""
@@ -160,14 +163,14 @@ class RemoteDrafts:
         counts, now = self.counts, time.monotonic()
         counts.steps += 1
         counts.rows += len(rows)
-        news: list[tuple[ForeignSession, Sequence[int]]] = []
+        news: list[tuple[Row, Sequence[int]]] = []
         served = [self._rows.get(name) for name, _ in rows]
         for (_, tokens), row in zip(rows, served, strict=True):
             if row is not None:
                 row.named = now
                 if tokens:
                     counts.accepted += row.commit(tokens)
-                    news.append((row.session, tokens))
+                    news.append((row, tokens))
         if len(self._rows) > len(rows):
             self._close_idle(now)
         chains = [() if row is None else row.chain(limit) for row, limit in zip(served, most, strict=True)]
@@ -212,6 +215,7 @@ class _Host:
         self, settings: UpstreamSettings, tokenizer_digest: bytes, vocabulary: int, fresh: threading.Event
     ) -> None:
         self.sessions: dict[str, ForeignSession] = {}
+        self._of_rows: dict[Row, ForeignSession] = {}
         self.progress = liveness.WorkClock()
         self.loop = asyncio.new_event_loop()
         self.started = Future[None]()
@@ -227,11 +231,6 @@ class _Host:
         self.links = DrafterLinks(
             settings.drafters, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
         )
-
-    def session(self, tokens: Sequence[int], contract: Contract) -> ForeignSession:
-        """Return a new session, which is not open yet."""
-        name = f"{self._name}/{secrets.token_hex(8)}"
-        return ForeignSession(name, tokens, contract, self._settings.plan, self._vocabulary, self._on_news)
 
     def run(self) -> None:
         """Serve until the inbox has its end."""
@@ -271,23 +270,26 @@ class _Host:
             self.started.set_result(None)
             await self.links.run(self._settings.advertise or address, self.sessions)
 
-    def open(self, session: ForeignSession) -> None:
-        """Have drafters attached to a session."""
-        self.sessions[session.id] = session
+    def open(self, row: Row, tokens: Sequence[int], contract: Contract) -> None:
+        """Have drafters attached to a new session."""
+        name, plan = f"{self._name}/{secrets.token_hex(8)}", self._settings.plan
+        session = ForeignSession(name, tokens, contract, plan, self._vocabulary, row, self._on_news)
+        self.sessions[session.id] = self._of_rows[row] = session
         self._sink.subscribe_waiting(session)
         self.links.wake()
 
-    def close(self, session: ForeignSession) -> None:
+    def close(self, row: Row) -> None:
         """Dismiss the drafters of a session."""
-        if self.sessions.pop(session.id, None) is not None:
+        if (session := self._of_rows.pop(row, None)) is not None:
+            del self.sessions[session.id]
             session.dismiss("finished")
             self.links.wake()
 
-    def commit(self, news: Sequence[tuple[ForeignSession, Sequence[int]]]) -> None:
+    def commit(self, news: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Take the tokens of a step, and send them to the drafters."""
         self.progress.end()
-        for session, tokens in news:
-            if session.id in self.sessions:
+        for row, tokens in news:
+            if (session := self._of_rows.get(row)) is not None:
                 self._sink.sender.publish(session, session.commit(tokens), tokens)
                 self._on_news(session)
 
