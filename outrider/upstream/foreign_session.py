@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from outrider.core.control.arms.arm import OverlapMode
@@ -20,53 +23,61 @@ EPOCH = 1  # a session that comes back is another one
 MOST_DRAFTERS = 4  # of a session
 
 
+class Chain(NamedTuple):
+    """Drafts that follow one another."""
+
+    tokens: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()  # that each is the target's token, if those before it are
+
+    def behind(self, tokens: tuple[int, ...]) -> Chain:
+        """Return what is left of it behind its first tokens; nothing if these are others."""
+        count = len(tokens)
+        return Chain(self.tokens[count:], self.chances[count:]) if self.tokens[:count] == tokens else NONE
+
+
+NONE = Chain()
+
+
 class Drafts(NamedTuple):
     """What is drafted below a position of the text. It never changes, so that the engine's thread may read it."""
 
     position: int  # of the token that it follows
-    best: tuple[int, ...]  # the path of the likeliest children
-    beside: dict[tuple[int, int], tuple[int, ...]]  # by place in `best` and the token there: what follows this one
+    best: Chain  # the path of the likeliest children
+    beside: dict[tuple[int, int], Chain]  # by place in `best` and the token there: what follows this one
     drafting: bool  # whether a drafter may still send more
 
-    def after(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what is drafted behind tokens that follow the position; () if they leave the drafts."""
-        if self.best[: len(tokens)] == tokens:
-            return self.best[len(tokens) :]
+    def after(self, tokens: tuple[int, ...]) -> Chain:
+        """Return what is drafted behind tokens that follow the position; nothing if they leave the drafts."""
+        best = self.best.tokens
         for place, token in enumerate(tokens):
-            if place >= len(self.best):
-                return ()
-            if self.best[place] != token:
-                below = self.beside.get((place, token), ())
-                rest = tokens[place + 1 :]
-                return below[len(rest) :] if below[: len(rest)] == rest else ()
-        return ()
+            if place >= len(best):
+                return NONE
+            if best[place] != token:
+                return self.beside.get((place, token), NONE).behind(tokens[place + 1 :])
+        return self.best.behind(tokens)
 
 
 def drafts_of(tree: TokenTree, *, drafting: bool) -> Drafts:
     """Return the drafts of a tree: the likeliest path, and the paths that leave it."""
-    best: list[int] = []
-    beside: dict[tuple[int, int], tuple[int, ...]] = {}
-    node = tree.root
-    while node.children:
-        chosen = _likeliest(node)
+    best, beside = _path(tree.root), dict[tuple[int, int], Chain]()
+    for place, node in enumerate([tree.root, *best]):
         for child in node.children.values():
-            if child is not chosen:
-                beside[len(best), child.token] = _below(child)
-        best.append(chosen.token)
-        node = chosen
-    return Drafts(tree.root.position, tuple(best), beside, drafting)
+            if place == len(best) or child is not best[place]:
+                beside[place, child.token] = _chain(_path(child))
+    return Drafts(tree.root.position, _chain(best), beside, drafting)
 
 
-def _likeliest(node: Node) -> Node:
-    return max(node.children.values(), key=lambda child: child.edge)
-
-
-def _below(node: Node) -> tuple[int, ...]:
+def _path(node: Node) -> list[Node]:
+    """Return the likeliest path below a node."""
     path = []
     while node.children:
-        node = _likeliest(node)
-        path.append(node.token)
-    return tuple(path)
+        node = max(node.children.values(), key=lambda child: child.edge)
+        path.append(node)
+    return path
+
+
+def _chain(path: Sequence[Node]) -> Chain:
+    return Chain(tuple(node.token for node in path), tuple(math.exp(node.edge) for node in path))
 
 
 class ForeignSession(UpstreamSession):
@@ -96,7 +107,7 @@ class ForeignSession(UpstreamSession):
         self.vocabulary = self.unpadded_vocabulary = vocabulary
         self.tree = TokenTree(self.tokens, capacity=CAPACITY)
         self.terms = DraftingTerms(plan, drawn=False)
-        self.terms.set_overlap_mode(OverlapMode.AHEAD)
+        self.terms.set_overlap_mode(OverlapMode.REST)
         self._row = row
         self._on_news = on_news
 
@@ -104,6 +115,16 @@ class ForeignSession(UpstreamSession):
     def ceilings(self) -> Plan:
         """The plan."""
         return self.terms.plan
+
+    @property
+    def greedy(self) -> bool:
+        """Whether drafts are the likeliest tokens."""
+        return self.contract.greedy
+
+    @property
+    def representative(self) -> bool:
+        """Whether other sessions may learn from this one."""
+        return self.contract.representative
 
     @property
     def free_nodes(self) -> int:
@@ -144,42 +165,55 @@ class ForeignSession(UpstreamSession):
 
     def publish(self) -> None:
         """Let the engine's thread see what is drafted now."""
-        self._row.drafts = drafts_of(self.tree, drafting=self.drafting)
+        resting = self.terms.resting
+        self._row.drafts = drafts_of(self.tree, drafting=self.drafting and not resting)
+        self._row.resting = resting
 
 
 class Row:
-    """A session as the engine's thread sees it. Only that thread touches it, but for `drafts`."""
+    """A session as the engine's thread sees it. Only that thread touches it, but for `drafts`, `resting` and `ended`,
+    which it reads.
+    """
 
     def __init__(self, length: int) -> None:
-        self.drafts = Drafts(length - 1, (), {}, drafting=False)  # the last that were published
+        self.drafts = Drafts(length - 1, NONE, {}, drafting=False)  # the last that were published
+        self.resting = False  # drafts would cost more than they bring
+        self.ended = False  # no step has named it for too long
         self.named = time.monotonic()  # when a step named it last
         self.length = length  # tokens of the text
         self.recent: list[int] = []  # the last of them
-        self.given: tuple[int, ...] = ()  # the chain of the last step
+        self.given = NONE  # the chain of the last step
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Take the tokens of a step. Return how many of the given chain they accept."""
-        accepted = 0
-        most = min(len(self.given), len(tokens))
-        while accepted < most and self.given[accepted] == tokens[accepted]:
+        accepted, given = 0, self.given.tokens
+        most = min(len(given), len(tokens))
+        while accepted < most and given[accepted] == tokens[accepted]:
             accepted += 1
         self.recent += tokens
         if len(self.recent) > 2 * CAPACITY:
             del self.recent[:-CAPACITY]
         self.length += len(tokens)
-        self.given = ()
         return accepted
 
-    def chain(self, most: int) -> tuple[int, ...]:
-        """Return the tokens to verify next, at most `most`."""
-        drafts = self.drafts
-        behind = self.length - 1 - drafts.position
-        if behind > len(self.recent):
-            return ()
-        self.given = drafts.after(tuple(self.recent[-behind:] if behind else ()))[:most]
-        return self.given
+    def offer(self, most: int) -> Chain:
+        """Return the drafts that may be verified next, at most `most`."""
+        behind = self.length - 1 - self.drafts.position
+        if self.resting or behind > len(self.recent):
+            return NONE
+        tokens, chances = self.drafts.after(tuple(self.recent[-behind:] if behind else ()))
+        return Chain(tokens[:most], chances[:most])
 
-    def awaits(self, most: int) -> bool:
-        """Return whether the step's chain is shorter than `most`, and more may come."""
-        drafts = self.drafts
-        return len(self.given) < most and (drafts.drafting or drafts.position < self.length - 1)
+    def give(self, offer: Chain, count: int) -> None:
+        """Note that the next pass verifies the first drafts of an offer."""
+        self.given = Chain(offer.tokens[:count], offer.chances[:count])
+
+    @property
+    def expected(self) -> float:
+        """Tokens that the pass over the given chain is expected to choose."""
+        return 1.0 + math.fsum(accumulate(self.given.chances, operator.mul))
+
+    def awaits(self, offered: Chain, most: int) -> bool:
+        """Return whether an offer is shorter than `most`, and more may come."""
+        may_come = self.drafts.drafting or self.drafts.position < self.length - 1
+        return len(offered.tokens) < most and may_come and not self.resting

@@ -27,17 +27,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
+from outrider.core.control.arms.steering import SessionTokens
 from outrider.core.session.contract import Contract, Plan, PlanOverlap
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
 from outrider.rpc import liveness
 from outrider.rpc.server import serving
 from outrider.rpc.tls import Tls
-from outrider.upstream.drafter_links import DrafterLinks
-from outrider.upstream.foreign_session import ForeignSession, Row
+from outrider.upstream.drafter_links import LOOK_S, DrafterLinks
+from outrider.upstream.foreign_session import NONE, Chain, ForeignSession, Row
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.upstream.servicer import UpstreamServicer
+from outrider.upstream.step_control import StepControl, StepTime
 
 START_S = 10.0  # time to begin to listen
 MOST_SESSIONS = 1024
@@ -57,6 +59,7 @@ class UpstreamSettings:
     width: int = 2  # children of a node
     wait_ms: float = 0.0  # the longest that a step waits for drafts
     each: int = 1  # drafters of a session
+    adaptive: bool = True  # draft only as far as measured times show that it pays
     idle_s: float = 60.0  # a row that no step names for this time has ended
     listen: str = "127.0.0.1:0"  # where drafters connect to
     advertise: str | None = None  # the address as drafters know it; None: `listen`
@@ -66,7 +69,8 @@ class UpstreamSettings:
     def plan(self) -> Plan:
         """The ceilings that drafters get."""
         depth = self.depth + self.ahead
-        return Plan(1, depth=depth, width=self.width, nodes=64, wait_us=0, overlap=PlanOverlap.ALWAYS)
+        overlap = PlanOverlap.MEASURED if self.adaptive else PlanOverlap.ALWAYS
+        return Plan(1, depth=depth, width=self.width, nodes=64, wait_us=0, overlap=overlap)
 
 
 @dataclass(slots=True)
@@ -90,6 +94,9 @@ class RemoteDrafts:
         self.counts = UpstreamCounts()
         self._rows: dict[str, Row] = {}
         self._fresh = threading.Event()  # set when some drafts have changed
+        self._began = 0.0  # when the last step began; 0: none has
+        self._computed = 0  # tokens of the pass since then, without what it read of prompts
+        self._min_path_score = 0.0  # path score below which no draft was worth its verification
         self._failed = False
         digest = read_tokenizer_digest(settings.model)
         vocabulary = settings.vocabulary or read_config(settings.model).vocabulary
@@ -114,11 +121,16 @@ class RemoteDrafts:
     @property
     def sessions(self) -> int:
         """Rows that are open."""
-        return len(self._rows)
+        return sum(not row.ended for row in self._rows.values())
+
+    @property
+    def control(self) -> StepControl:
+        """What decides how far drafts pay."""
+        return self._host.control
 
     def length(self, row: str) -> int:
         """Return how many tokens of a row's text are known here; 0 if it is not open."""
-        return self._rows[row].length if row in self._rows else 0
+        return found.length if (found := self._row(row)) is not None else 0
 
     def open(self, row: str, tokens: Sequence[int], contract: Contract) -> None:
         """Begin to draft for a row of the engine, whose text so far is `tokens`, the prompt included.
@@ -127,6 +139,8 @@ class RemoteDrafts:
         """
         try:
             self.close(row)
+            if len(self._rows) >= MOST_SESSIONS:
+                self._rows = {name: row for name, row in self._rows.items() if not row.ended}
             if not tokens or len(self._rows) >= MOST_SESSIONS:
                 return
             opened = self._rows[row] = Row(len(tokens))
@@ -134,14 +148,22 @@ class RemoteDrafts:
         except Exception:
             self._note()
 
-    def step(self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int] | None = None) -> list[list[int]]:
+    def step(
+        self,
+        rows: Sequence[tuple[str, Sequence[int]]],
+        most: Sequence[int] | None = None,
+        *,
+        read: int = 0,
+        idle: bool = False,
+    ) -> list[list[int]]:
         """Take the tokens that the engine has chosen since the last step, by row, and return each row's next chain.
 
-        A row that is not open has none. `most`: the longest chain of each row, where that is below `depth`.
+        A row that is not open has none. `most`: the longest chain of each row, where that is below `depth`. `read`:
+        prompt tokens that the engine read since the last step. `idle`: it had nothing to do for a while since then.
         """
         began = time.perf_counter()
         try:
-            found = self._step(rows, [self.settings.depth] * len(rows) if most is None else most)
+            found = self._step(rows, [self.settings.depth] * len(rows) if most is None else most, read, idle=idle)
         except Exception:
             self._note()
             found = [[] for _ in rows]
@@ -159,44 +181,69 @@ class RemoteDrafts:
         self._host.inbox.put(None)
         self._thread.join(START_S)
 
-    def _step(self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int]) -> list[list[int]]:
+    def _step(
+        self, rows: Sequence[tuple[str, Sequence[int]]], most: Sequence[int], read: int, *, idle: bool
+    ) -> list[list[int]]:
         counts, now = self.counts, time.monotonic()
         counts.steps += 1
         counts.rows += len(rows)
-        news: list[tuple[Row, Sequence[int]]] = []
-        served = [self._rows.get(name) for name, _ in rows]
+        computed, self._computed = self._computed + read, len(rows)
+        began, self._began = self._began, now
+        news: list[RowNews] = []
+        served = [self._row(name) for name, _ in rows]
         for (_, tokens), row in zip(rows, served, strict=True):
             if row is not None:
                 row.named = now
                 if tokens:
                     counts.accepted += row.commit(tokens)
-                    news.append((row, tokens))
-        if len(self._rows) > len(rows):
-            self._close_idle(now)
-        chains = [() if row is None else row.chain(limit) for row, limit in zip(served, most, strict=True)]
-        if news:  # last: the other thread begins at once, and would have the interpreter for milliseconds
-            self._fresh.clear()
-            self._send(lambda: self._host.commit(news))
+                    news.append(RowNews(row, tokens, row.expected))
+        offers = self._offers(served, most)
+        step = None if idle or not began else StepTime(computed, len(rows), read, now - began)
+        if news or step is not None:  # before a wait, and after the rest: the other thread begins at once, and would
+            self._fresh.clear()  # have the interpreter for milliseconds
+            self._send(lambda: self._host.commit(news, step, self._min_path_score))
         if self.settings.wait_ms:
-            chains = self._waited(served, most, chains, now + self.settings.wait_ms / 1000)
-        counts.drafted += sum(map(len, chains))
-        return [[*chain] for chain in chains]
+            offers = self._waited(served, most, offers, now + self.settings.wait_ms / 1000)
+        return self._take(served, offers)
+
+    def _row(self, name: str) -> Row | None:
+        """Return the row of that name, if it is open."""
+        row = self._rows.get(name)
+        if row is not None and row.ended:
+            del self._rows[name]
+            return None
+        return row
+
+    def _offers(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[Chain]:
+        return [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
 
     def _waited(
-        self, rows: Sequence[Row | None], most: Sequence[int], chains: list[tuple[int, ...]], until: float
-    ) -> list[tuple[int, ...]]:
-        """Return the chains once none gets longer, or at that time."""
-        while any(row is not None and row.awaits(limit) for row, limit in zip(rows, most, strict=True)):
+        self, rows: Sequence[Row | None], most: Sequence[int], offers: list[Chain], until: float
+    ) -> list[Chain]:
+        """Return the offers once none gets longer, or at that time."""
+        while any(row is not None and row.awaits(*it) for row, it in zip(rows, zip(offers, most), strict=True)):
             left = until - time.monotonic()
             if left <= 0 or not self._fresh.wait(left):
                 break
             self._fresh.clear()
-            chains = [() if row is None else row.chain(limit) for row, limit in zip(rows, most, strict=True)]
-        return chains
+            offers = self._offers(rows, most)
+        return offers
 
-    def _close_idle(self, now: float) -> None:
-        for name in [name for name, row in self._rows.items() if now - row.named > self.settings.idle_s]:
-            self.close(name)
+    def _take(self, rows: Sequence[Row | None], offers: Sequence[Chain]) -> list[list[int]]:
+        """Return what the next pass verifies of the offers."""
+        if self.settings.adaptive:
+            taken, self._min_path_score = self._host.control.choose(offers)
+        else:
+            taken = [len(offer.tokens) for offer in offers]
+        found = []
+        for row, offer, count in zip(rows, offers, taken, strict=True):
+            if row is not None:
+                row.give(offer, count)
+            found.append([*offer.tokens[:count]])
+        drafted = sum(taken)
+        self.counts.drafted += drafted
+        self._computed += drafted
+        return found
 
     def _send(self, work: Callable[[], None]) -> None:
         """Have work done by the event loop's thread, in order."""
@@ -208,6 +255,14 @@ class RemoteDrafts:
             log.exception("drafts fail, so the engine goes on without; this is said once")
 
 
+class RowNews(NamedTuple):
+    """What the engine has chosen for a row."""
+
+    row: Row
+    tokens: Sequence[int]
+    expected: float  # tokens, by the chances of the drafts that it was given
+
+
 class _Host:
     """The owner of the sessions, in the thread of its event loop."""
 
@@ -216,6 +271,7 @@ class _Host:
     ) -> None:
         self.sessions: dict[str, ForeignSession] = {}
         self._of_rows: dict[Row, ForeignSession] = {}
+        self.control = StepControl()
         self.progress = liveness.WorkClock()
         self.loop = asyncio.new_event_loop()
         self.started = Future[None]()
@@ -268,13 +324,25 @@ class _Host:
             begin_drain=self._sink.begin_drain,
         ) as address:
             self.started.set_result(None)
-            await self.links.run(self._settings.advertise or address, self.sessions)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.links.run(self._settings.advertise or address, self.sessions))
+                group.create_task(self._close_idle())
+
+    async def _close_idle(self) -> None:
+        """Close rows that no step has named for too long: the engine may have forgotten them, or rest itself."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._settings.idle_s))
+            before = time.monotonic() - self._settings.idle_s
+            for row in [row for row in self._of_rows if row.named < before]:
+                row.ended = True
+                self.close(row)
 
     def open(self, row: Row, tokens: Sequence[int], contract: Contract) -> None:
         """Have drafters attached to a new session."""
         name, plan = f"{self._name}/{secrets.token_hex(8)}", self._settings.plan
         session = ForeignSession(name, tokens, contract, plan, self._vocabulary, row, self._on_news)
         self.sessions[session.id] = self._of_rows[row] = session
+        self.control.on_opened(self.sessions.values())
         self._sink.subscribe_waiting(session)
         self.links.wake()
 
@@ -285,13 +353,18 @@ class _Host:
             session.dismiss("finished")
             self.links.wake()
 
-    def commit(self, news: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Take the tokens of a step, and send them to the drafters."""
+    def commit(self, news: Sequence[RowNews], step: StepTime | None, min_path_score: float) -> None:
+        """Take the tokens of a step, learn from it, and send the tokens to the drafters."""
         self.progress.end()
-        for row, tokens in news:
-            if (session := self._of_rows.get(row)) is not None:
-                self._sink.sender.publish(session, session.commit(tokens), tokens)
-                self._on_news(session)
+        known = [(session, it) for it in news if (session := self._of_rows.get(it.row)) is not None]
+        before = [session.commit(it.tokens) for session, it in known]
+        if self._settings.adaptive:
+            made = [SessionTokens(session, len(it.tokens), it.expected) for session, it in known]
+            self.control.on_step(self.sessions.values(), made, step)
+        for (session, it), position in zip(known, before, strict=True):
+            session.terms.verified_min_path_score = min_path_score
+            self._sink.sender.publish(session, position, it.tokens)
+            self._on_news(session)
 
     def wake(self) -> None:
         """Nothing waits: steps read what has been published."""

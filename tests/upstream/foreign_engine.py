@@ -45,9 +45,14 @@ class ForeignEngine:
         self.steps = 0
 
     def text(
-        self, contract: Contract, count: int, drafts: RemoteDrafts | None = None, tokens: Sequence[int] = PROMPT
+        self,
+        contract: Contract,
+        count: int,
+        drafts: RemoteDrafts | None = None,
+        tokens: Sequence[int] = PROMPT,
+        a_draft_s: float = 0.0,
     ) -> list[int]:
-        """Generate tokens, with drafts or without, at some 5 ms a step."""
+        """Generate tokens, with drafts or without, at some 5 ms a step and `a_draft_s` for each draft in it."""
         row = f"row of {contract.seed}"
         text, chosen, chain = [*tokens], list[int](), list[int]()
         sampler = Sampler(contract, self._engine.vocabulary, text, len(text))
@@ -69,7 +74,7 @@ class ForeignEngine:
             sampler.extend(chosen)
             read = len(text) - 1
             self._engine.release(0, read)
-            time.sleep(0.005)
+            time.sleep(0.005 + a_draft_s * len(chain))
         if drafts is not None:
             drafts.close(row)
         return text[len(tokens) : len(tokens) + count]

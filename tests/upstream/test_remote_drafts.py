@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,11 @@ def contract(seed: int, temperature: float) -> Contract:
     return Contract(seed=seed, max_tokens=LONG, temperature=temperature)
 
 
+def settings(address: str, **more: Any) -> UpstreamSettings:
+    """The settings of an upstream that takes all drafts, whatever they cost."""
+    return UpstreamSettings([address], TARGET, adaptive=False, **more)
+
+
 def wait_until(true: Callable[[], object], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not true():
@@ -40,7 +46,7 @@ def test_texts_are_the_engines_own_and_take_fewer_steps(
     temperature: float, tokens_a_step: float, engine: ForeignEngine
 ) -> None:
     plain = [engine.text(contract(seed, temperature), 60) for seed in range(4)]
-    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=200)) as drafts:
+    with drafter() as (address, _), RemoteDrafts(settings(address, wait_ms=200)) as drafts:
         wait_until(lambda: drafts.drafters)
         before = engine.steps
         assert [engine.text(contract(seed, temperature), 60, drafts) for seed in range(4)] == plain
@@ -60,7 +66,7 @@ def test_without_any_drafter_there_are_no_drafts(engine: ForeignEngine) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_drafter_that_dies_or_freezes_costs_its_drafts_alone(number: int, engine: ForeignEngine) -> None:
     plain = engine.text(contract(3, 0.0), 120)
-    with drafter() as (address, process), RemoteDrafts(UpstreamSettings([address], TARGET, wait_ms=5)) as drafts:
+    with drafter() as (address, process), RemoteDrafts(settings(address, wait_ms=5)) as drafts:
         wait_until(lambda: drafts.drafters)
         assert engine.text(contract(3, 0.0), 120, drafts) == plain
         drafted = drafts.counts.drafted
@@ -75,7 +81,7 @@ def test_a_drafter_that_comes_later_drafts_for_a_row_that_is_open(engine: Foreig
     with drafter() as (address, _):
         pass
     port = address.rpartition(":")[2]
-    with RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+    with RemoteDrafts(settings(address)) as drafts:
         drafts.open("late", PROMPT, contract(1, 0.0))
         assert drafts.step([("late", [])]) == [[]]
         with drafter("--listen", f"127.0.0.1:{port}"):
@@ -84,7 +90,7 @@ def test_a_drafter_that_comes_later_drafts_for_a_row_that_is_open(engine: Foreig
 
 def test_a_drafter_with_another_tokenizer_does_not_draft(tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path)
-    with drafter(model=other) as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+    with drafter(model=other) as (address, _), RemoteDrafts(settings(address)) as drafts:
         time.sleep(1.5)
         assert drafts.drafters == 0
 
@@ -99,7 +105,7 @@ def test_drafters_and_upstream_prove_their_roles(tmp_path: Path) -> None:
     with drafter(*flags) as (address, _):
         for role, drafted in (("upstream", True), ("client", False), (None, False)):
             tls = None if role is None else Tls.read(*files(role))
-            with RemoteDrafts(UpstreamSettings([address], TARGET, tls=tls)) as drafts:
+            with RemoteDrafts(settings(address, tls=tls)) as drafts:
                 drafts.open("row", PROMPT, contract(1, 0.0))
                 if drafted:
                     wait_until(lambda: drafts.step([("row", [])])[0])
@@ -109,7 +115,7 @@ def test_drafters_and_upstream_prove_their_roles(tmp_path: Path) -> None:
 
 
 def test_bad_calls_give_no_drafts_and_no_errors() -> None:
-    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+    with drafter() as (address, _), RemoteDrafts(settings(address)) as drafts:
         assert drafts.step([]) == []
         assert drafts.step([("unknown", [1, 2])]) == [[]]
         drafts.open("empty", [], contract(1, 0.0))
@@ -126,16 +132,27 @@ def test_bad_calls_give_no_drafts_and_no_errors() -> None:
 
 
 def test_a_thousand_short_rows_leave_nothing_behind() -> None:
-    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET, idle_s=0.5)) as drafts:
+    with drafter() as (address, _), RemoteDrafts(settings(address, idle_s=0.5)) as drafts:
         wait_until(lambda: drafts.drafters)
         for number in range(1000):
             drafts.open(f"row {number}", PROMPT, contract(number, 1.0))
             drafts.step([(f"row {number}", [])])
             if number % 2:
                 drafts.close(f"row {number}")
-        time.sleep(0.6)
-        drafts.step([("row 1", []), ("row 3", [])])
+        wait_until(lambda: not drafts.sessions)
         drafts.open("last", PROMPT, contract(1, 0.0))
         wait_until(lambda: drafts.step([("last", [])])[0])
         drafts.close("last")
         assert drafts.sessions == 0
+
+
+@pytest.mark.parametrize(("a_draft_s", "drafted"), [(0.0, True), (0.03, False)])
+def test_drafts_are_taken_while_they_pay(a_draft_s: float, drafted: bool, engine: ForeignEngine) -> None:
+    plain = engine.text(contract(5, 0.0), 400)
+    with drafter() as (address, _), RemoteDrafts(UpstreamSettings([address], TARGET)) as drafts:
+        wait_until(lambda: drafts.drafters)
+        assert engine.text(contract(5, 0.0), 400, drafts, a_draft_s=a_draft_s) == plain
+        usual = drafts.control.estimates()["arm"]
+        share = drafts.counts.drafted / drafts.counts.steps
+    assert (usual == "ahead") is drafted
+    assert share > 0.5 if drafted else share < 0.3

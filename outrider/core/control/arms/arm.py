@@ -42,11 +42,6 @@ class Arm(NamedTuple):
         """Return how many of `sessions` are drafted for, rounded up."""
         return -(-sessions // self.denominator) if self.denominator else 0
 
-    @property
-    def in_other_mode(self) -> Arm:
-        """The other way to draft for the same share."""
-        return self._replace(mode=next(mode for mode in MODES if mode is not self.mode))
-
     def __str__(self) -> str:
         return self.mode.value if self.denominator < 2 else f"{self.mode.value} 1/{self.denominator}"
 

@@ -6,9 +6,10 @@ a step did; one bound, the delay budget. See docs/control.md. Times are in secon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from outrider.core.control.arms.arm import PLAIN, Arm, StepOutcome, VerifierLoad
+from outrider.core.control.arms.arm import MODES, PLAIN, Arm, OverlapMode, StepOutcome, VerifierLoad
 from outrider.core.control.arms.delay_budget import DelayBudget
 from outrider.core.control.arms.load_governor import GOVERNOR, LoadGovernor
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
@@ -18,14 +19,21 @@ from outrider.core.stats import FadingRatio
 class Governor:
     """Chooses the arm for each step of a verifier."""
 
-    def __init__(self, pace: PlainPace, budget: DelayBudget | None = None, pinned: Arm | None = None) -> None:
-        """`pinned`: the only arm, whatever it costs."""
+    def __init__(
+        self,
+        pace: PlainPace,
+        budget: DelayBudget | None = None,
+        pinned: Arm | None = None,
+        modes: Sequence[OverlapMode] = MODES,
+    ) -> None:
+        """`pinned`: the only arm, whatever it costs. `modes`: those in which drafters may draft."""
         self.pace = pace
         self.budget = budget or DelayBudget()
         self.arm = PLAIN if pinned is None else pinned  # in force for the next step
         self.limited = False  # the delay budget was empty, and has not recovered: plain decoding only
         self.switches = 0  # changes of the usual arm
         self._pinned = pinned
+        self._modes = modes
         self._loads: dict[VerifierLoad, LoadGovernor] = {}
         self._present: LoadGovernor | None = None
         self._settling = 0  # steps until blocks count again
@@ -146,5 +154,5 @@ class Governor:
                 alike, key=lambda known: (known.greedy != load.greedy, abs(known.size - load.size)), default=None
             )
             hint = PLAIN if nearest is None else self._loads[nearest].usual
-            self._loads[load] = LoadGovernor(load, hint)
+            self._loads[load] = LoadGovernor(load, hint, self._modes)
         return self._loads[load]

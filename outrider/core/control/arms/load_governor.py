@@ -41,17 +41,18 @@ GOVERNOR = GovernorTuning()
 class LoadGovernor:
     """Compares arms with the usual one under one load, and keeps the fastest."""
 
-    def __init__(self, load: VerifierLoad, hint: Arm = PLAIN) -> None:
-        """`hint`: an arm to try first. A single session goes over to it, or to turns, after a few plain steps, because
-        that nearly always pays; several sessions compare it first."""
+    def __init__(self, load: VerifierLoad, hint: Arm = PLAIN, modes: Sequence[OverlapMode] = MODES) -> None:
+        """`hint`: an arm to try first. A single session goes over to it, or to the first of the modes, after a few
+        plain steps, because that nearly always pays; several sessions compare it first."""
         self.recovery = Recovery()
         self._load = load
+        self._modes = modes
         self._shares = [*_distinct(load.sessions)]
         self.usual = PLAIN
         if hint != PLAIN:
             hint = Arm(hint.mode, next(share for share in self._shares if share <= hint.denominator))
         # A single session's first arm, and the steps until it takes the place of plain decoding.
-        self._opening = None if load.size else Arm(OverlapMode.TURNS, 1) if hint == PLAIN else hint
+        self._opening = None if load.size else Arm(modes[0], 1) if hint == PLAIN else hint
         self._plain_left = GOVERNOR.opening
         self._records: dict[tuple[Arm, Arm], _Record] = {}  # by usual arm and challenger
         self._trial: _ArmTrial | None = None
@@ -151,7 +152,8 @@ class LoadGovernor:
             self._prefer(stopped)
         else:
             self._record(stopped).fail(self._now)
-            self._prefer(stopped.in_other_mode)
+            for other in self._in_other_modes(stopped):
+                self._prefer(other)
 
     def resume(self) -> None:
         """Go on with the usual arm, because the budget allows it."""
@@ -216,7 +218,7 @@ class LoadGovernor:
     def _candidates(self) -> Iterator[Arm]:
         """Yield what may be compared with the usual arm: plain decoding, the other mode, the neighbouring shares."""
         if self.usual == PLAIN:
-            for mode in MODES:
+            for mode in self._modes:
                 yield from self._climb(mode, self._shares)
             yield from (arm for usual, arm in tuple(self._records) if usual == PLAIN)
             return
@@ -225,7 +227,11 @@ class LoadGovernor:
         yield from self._climb(self.usual.mode, self._shares[rung + 1 :])
         if rung:
             yield Arm(self.usual.mode, self._shares[rung - 1])
-        yield self.usual.in_other_mode
+        yield from self._in_other_modes(self.usual)
+
+    def _in_other_modes(self, arm: Arm) -> Iterator[Arm]:
+        """Yield the other ways to draft for the same share."""
+        yield from (arm._replace(mode=mode) for mode in self._modes if mode is not arm.mode)
 
     def _climb(self, mode: OverlapMode, shares: Sequence[int]) -> Iterator[Arm]:
         """Yield shares from the smallest on; a larger one only if those before were tried and did no harm."""

@@ -1,0 +1,102 @@
+"""How far it pays to draft for an engine whose passes are not ours: measured by the time from step to step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from outrider.core.control.arms.arm import OverlapMode
+from outrider.core.control.arms.governor import Governor
+from outrider.core.control.arms.steering import SessionTokens, Steering
+from outrider.core.control.cost.budget import CostModel, choose_budget
+from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.upstream.foreign_session import Chain, ForeignSession
+
+
+@dataclass(frozen=True, slots=True)
+class StepControlTuning:
+    """What is assumed of an engine before its steps have shown it."""
+
+    first_steps: int = 4  # plain steps that show how long one takes
+    rise: float = 0.01  # by which one more token in a pass prolongs it, of a pass over one
+    sizes: tuple[int, ...] = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a pass
+
+
+STEP_CONTROL = StepControlTuning()
+
+
+class StepTime(NamedTuple):
+    """A step of the engine, as control needs it."""
+
+    tokens: int  # that its pass computed: a root for each row, drafts, and what it read of prompts
+    rows: int  # that decoded
+    read: int  # prompt tokens
+    seconds: float  # from the call before to this one
+
+
+class StepControl:
+    """Decides for how many sessions drafts pay, and how many of them a step takes.
+
+    `choose` is for the engine's thread, all else for that of the drafters.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []  # seconds of plain steps, until there are enough
+        self.cost: CostModel | None = None  # None: too few steps have been seen
+        self.steering: Steering | None = None
+
+    def choose(self, offers: Sequence[Chain]) -> tuple[list[int], float]:
+        """Return how many drafts of each row's offer to verify, and the path score below which none was worth it."""
+        cost = self.cost
+        if cost is None or not offers:
+            return [0] * len(offers), 0.0
+        ranked = [*heapq.merge(*(_scores(offer, row) for row, offer in enumerate(offers)), reverse=True)]
+        budget = choose_budget([score for score, _ in ranked], len(offers), len(offers), cost, outside=0.0)
+        taken = [0] * len(offers)
+        for _, row in ranked[: budget.nodes]:
+            taken[row] += 1
+        return taken, budget.min_path_score
+
+    def on_opened(self, sessions: Collection[ForeignSession]) -> None:
+        """Take account of a session that was opened; `sessions` are all that are open."""
+        if self.steering is not None:
+            self.steering.on_opened(sessions)
+
+    def on_step(
+        self, sessions: Collection[ForeignSession], commits: Sequence[SessionTokens], step: StepTime | None
+    ) -> None:
+        """Learn from a step; None: its time shows nothing, because the engine had nothing to do before."""
+        if self.steering is None or self.cost is None:
+            if step is not None and not step.read and step.rows:
+                self._begin(step, sessions)
+        elif step is None:
+            self.steering.on_unmeasured_step(sessions)
+        else:
+            self.cost.observe(step.tokens, step.seconds)
+            self.steering.on_step(sessions, commits, step.read, step.seconds)
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is steered by."""
+        return {} if self.steering is None else self.steering.estimates()
+
+    def _begin(self, step: StepTime, sessions: Collection[ForeignSession]) -> None:
+        """Take plain steps for what all are like, once there are enough."""
+        self._first.append(step.seconds / (1.0 + STEP_CONTROL.rise * (step.tokens - 1)))
+        if len(self._first) == STEP_CONTROL.first_steps:
+            one = median(self._first)
+            cost = CostModel([(size, one * (1.0 + STEP_CONTROL.rise * (size - 1))) for size in STEP_CONTROL.sizes])
+            self.steering = Steering(Governor(PlainPace(cost.points()), modes=(OverlapMode.AHEAD,)), cost)
+            self.cost = cost
+            self.steering.on_opened(sessions)
+
+
+def _scores(offer: Chain, row: int) -> Sequence[tuple[float, int]]:
+    """Return the path scores of a chain, each with its row."""
+    found, score = [], 1.0
+    for chance in offer.chances:
+        score *= chance
+        found.append((score, row))
+    return found
