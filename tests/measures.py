@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("outrider", "router", "verifier_svc", "drafter_svc")
+PRODUCT = ("outrider", "router", "verifier_svc", "drafter_svc", "integrations/vllm/outrider_vllm")
 FILES_A_FOLDER, LINES_A_CLASS = 16, 250
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # their underscore only sets them apart
 

@@ -221,7 +221,9 @@ class RemoteDrafts:
         self, rows: Sequence[Row | None], most: Sequence[int], offers: list[Chain], until: float
     ) -> list[Chain]:
         """Return the offers once none gets longer, or at that time."""
-        while any(row is not None and row.awaits(*it) for row, it in zip(rows, zip(offers, most), strict=True)):
+        while any(
+            row is not None and row.awaits(*it) for row, it in zip(rows, zip(offers, most, strict=False), strict=True)
+        ):
             left = until - time.monotonic()
             if left <= 0 or not self._fresh.wait(left):
                 break

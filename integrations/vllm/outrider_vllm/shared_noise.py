@@ -21,6 +21,9 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import FILLING, Contract
 from outrider.engine.gpu.sampling.sampling import noise_steps, scores, signed
 
+Draw = Callable[[Tensor, dict[int, Any], Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+Verification = Callable[..., Tensor]
+
 ROWS = 16  # of which a device computes the noise at once: eight bytes for each token
 
 
@@ -63,8 +66,8 @@ class SharedNoise:
     def __init__(self, sampler: Any, rows: Callable[[], Sequence[NoisyRow]]) -> None:
         """Take the place of `sampler`'s last part, and of the verification of drafts. `rows`: those of the step."""
         self._rows = rows
-        self._own_draw = sampler.topk_topp_sampler.forward
-        self._own_verification = rejection_sampler.rejection_sample
+        self._own_draw: Draw = sampler.topk_topp_sampler.forward
+        self._own_verification: Verification = rejection_sampler.rejection_sample
         self._processed = sampler.logprobs_mode.startswith("processed")
         sampler.topk_topp_sampler.forward = self._draw
         rejection_sampler.rejection_sample = self._verify

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+
+from outrider_vllm import remote_drafter
+from outrider_vllm.settings import Settings
 from running import DRAFTER, Vllm, running_drafter, wait_until
 
 
@@ -107,3 +110,27 @@ def test_a_failure_is_said_once_and_costs_drafts_alone(
     monkeypatch.setattr(logging.getLogger("vllm.outrider_vllm.remote_drafter"), "exception", said.append)
     assert drafted(vllm) == plain
     assert said == ["drafts fail, so vLLM goes on without; this is said once"]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"drafterz": []}, "drafterz"),
+        ({"drafters": "10.0.0.5:7072"}, "drafters"),
+        ({"wait_ms": -1.0}, "wait_ms"),
+        ({"shared_noise": "yes"}, "shared_noise"),
+        ({"ca": "ca.pem"}, "cert"),
+    ],
+)
+def test_settings_that_do_not_hold_are_named(given: dict[str, object], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        Settings.read({"outrider": given}).upstream(DRAFTER, 4096, 4)
+
+
+def test_an_unknown_version_of_vllm_has_no_drafts(monkeypatch: pytest.MonkeyPatch, vllm: Vllm) -> None:
+    monkeypatch.setattr(remote_drafter.vllm, "__version__", "0.99.0")
+    config = vllm.llm.llm_engine.vllm_config
+    monkeypatch.setattr(config, "additional_config", {})
+    other = remote_drafter.RemoteDrafter(config)
+    other.load_model(None)
+    assert other.propose([[5], []], [9, 3], None) == [[], []]

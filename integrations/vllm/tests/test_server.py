@@ -1,0 +1,139 @@
+"""Two servers of vLLM, as users start them, with one drafter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from outrider.wire import drafter as wire
+from running import REPOSITORY, TARGET, Drafter, running_drafter, wait_until
+
+DRAFTED = {"outrider_shared_noise": 1}
+PLAIN = DRAFTED | {"outrider_drafts": 0}
+PROMPTS = [f"The number {number} is" for number in range(6)]
+
+
+@contextmanager
+def server(drafters: list[str]) -> Iterator[str]:
+    """A server's address."""
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        port = it.getsockname()[1]
+    speculation = {"method": "custom_class", "model": "outrider_vllm.RemoteDrafter", "num_speculative_tokens": 4}
+    settings = {"outrider": {"drafters": drafters, "wait_ms": 30, "adaptive": False, "idle_s": 2.0}}
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
+    command += ["--enforce-eager", "--served-model-name", "target", "--max-num-seqs", "32"]
+    command += ["--speculative-config", json.dumps(speculation), "--additional-config", json.dumps(settings)]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Iterator[Drafter]:
+    with running_drafter() as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def servers(drafter: Drafter) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(server([drafter.address])) for _ in range(2)]
+        for it in found:
+            wait_until(lambda address=it: answers(address), within_s=240)
+        yield found
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def text(client: openai.AsyncOpenAI, prompt: str, said: dict[str, int], **more: Any) -> str:
+    """The answer to a prompt."""
+    asked = {"max_tokens": 40, "temperature": 1.0, "seed": 7} | more
+    found = await client.completions.create(model="target", prompt=prompt, extra_body={"vllm_xargs": said}, **asked)
+    return found.choices[0].text
+
+
+def sessions(drafter: Drafter) -> int:
+    """Sessions that the drafter has."""
+    with grpc.insecure_channel(drafter.address) as channel:
+        return int(wire.DrafterStub(channel).Describe(wire.DescribeRequest(), timeout=5).sessions)
+
+
+def counted(address: str, name: str) -> float:
+    """The sum of one of the server's counters."""
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}_total"))
+
+
+def client_of(address: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+def test_two_servers_share_a_drafter(servers: list[str]) -> None:
+    async def texts(said: dict[str, int]) -> list[str]:
+        clients = [client_of(address) for address in servers]
+        return await asyncio.gather(*(text(client, prompt, said) for client in clients for prompt in PROMPTS))
+
+    plain = asyncio.run(texts(PLAIN))
+    assert plain[: len(PROMPTS)] == plain[len(PROMPTS) :]
+    assert asyncio.run(texts(DRAFTED)) == plain
+    for address in servers:
+        assert counted(address, "spec_decode_num_accepted_tokens") > 0
+
+
+def test_aborted_requests_leave_no_session(servers: list[str], drafter: Drafter) -> None:
+    async def abort(number: int) -> None:
+        client = client_of(servers[number % 2])
+        stream = await client.completions.create(
+            model="target", prompt=PROMPTS[number % 6], max_tokens=200, temperature=1.0, stream=True,
+            extra_body={"vllm_xargs": DRAFTED, "ignore_eos": True},
+        )  # fmt: skip
+        async for _ in stream:
+            break
+        await stream.close()
+        await client.close()
+
+    async def abort_many() -> None:
+        await asyncio.gather(*map(abort, range(40)))
+
+    asyncio.run(abort_many())
+    wait_until(lambda: sessions(drafter) == 0)
+    assert asyncio.run(text(client_of(servers[0]), "One", DRAFTED)) == asyncio.run(
+        text(client_of(servers[0]), "One", PLAIN)
+    )
+
+
+def test_a_thousand_short_requests_leave_no_session(servers: list[str], drafter: Drafter) -> None:
+    async def ask() -> None:
+        client, free = client_of(servers[0]), asyncio.Semaphore(32)
+
+        async def one(number: int) -> None:
+            async with free:
+                await text(client, f"{number}", DRAFTED, max_tokens=1 + number % 4, seed=number)
+
+        await asyncio.gather(*map(one, range(1000)))
+
+    asyncio.run(ask())
+    wait_until(lambda: sessions(drafter) == 0)
