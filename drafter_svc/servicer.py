@@ -24,6 +24,7 @@ from outrider.upstream.servicer import UpstreamServicer
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc, types_pb2
 from outrider.wire.drafter import NO_FEATURES, WantedFeatures
+from outrider.wire.tickets import OWN_TENANT
 
 Context = grpc.aio.ServicerContext
 AnyScheduler = DraftScheduler | NgramScheduler | Translator
@@ -79,7 +80,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                     present.ticket = request.ticket  # for its next subscription
                     return upstream.refusals.attach_response(present.key)
                 self.upstreams.detach(upstream, present)
-            if self.upstreams.attached >= self.capacity.slots:
+            full = self.upstreams.attached >= self.capacity.slots
+            if full and not (request.tenant == OWN_TENANT and self.upstreams.make_room(address)):
                 raise Overloaded(f"all {self.capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
             if call.span.is_recording():

@@ -35,6 +35,7 @@ from outrider.wire.drafter import (
     update_from_pb,
 )
 from outrider.wire.message_bounds import LONG, decode
+from outrider.wire.tickets import OWN_TENANT
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,11 @@ class Upstream:
         self._idle_since = time.monotonic()
         self._wanted = asyncio.Event()  # set while there are attachments
         self._task = asyncio.create_task(keep_running("upstream", self._run))
+
+    @property
+    def own(self) -> list[Attachment]:
+        """Sessions that the upstream has attached itself, the latest last."""
+        return [it for it in self.attachments.values() if it.tenant == OWN_TENANT]
 
     @property
     def idle_s(self) -> float:

@@ -66,6 +66,18 @@ class UpstreamPool:
             )
         return self.upstreams[address]
 
+    def make_room(self, address: str) -> bool:
+        """Give up the latest session of the engine that has the most, for one that has at least two fewer.
+
+        Only engines that attach their sessions themselves share in this way; a router shares among its own.
+        """
+        asking = self.upstreams.get(address)
+        most = max(self.upstreams.values(), key=lambda each: len(each.own), default=None)
+        if most is None or len(most.own) < (0 if asking is None else len(asking.own)) + 2:
+            return False
+        self.detach(most, most.own[-1])
+        return True
+
     def detach(self, upstream: Upstream, attachment: Attachment) -> None:
         """Stop drafting for a session."""
         upstream.detach(attachment)

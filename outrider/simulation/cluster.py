@@ -127,6 +127,7 @@ class SimulatedCluster:
     def _place(self, kind: DrafterKind, ended: Callable[[], None]) -> None:
         verifier = min(self._verifiers, key=lambda each: len(each.sessions))
         arrivals = Arrivals(verifier.hold_policy.patterns(greedy=False))
-        session = SimulatedSession(kind, self._new_policy(kind), arrivals, self.rng, self.clock.now, ended)
+        chain = self.deployment.chain
+        session = SimulatedSession(kind, self._new_policy(kind), arrivals, self.rng, self.clock.now, ended, chain)
         self._at[session] = verifier
         verifier.open(session)

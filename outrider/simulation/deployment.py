@@ -52,6 +52,7 @@ class Deployment(Section):
     overhead_ms: float = Field(default=1.5, ge=0)  # of a step, in addition to its pass
     trees_ms: float = Field(default=0.0, ge=0)  # further milliseconds of a step that verifies drafts: frames and trees
     max_nodes: int = Field(default=64, ge=0)  # nodes that a step verifies at most
+    chain: int = Field(default=0, ge=0)  # drafts of a session in a step of an engine like vLLM's; 0: our engine
     prefill_chunk: int = Field(default=128, ge=1)  # prompt tokens that a step reads at most
 
 

@@ -88,8 +88,10 @@ class SimulatedSession:
         rng: random.Random,
         began: float,
         ended: Callable[[], None],
+        chain: int = 0,
     ) -> None:
-        """`began`: the simulated time, in seconds; `ended` is called when the generation ends."""
+        """`began`: the simulated time, in seconds; `ended` is called when the generation ends. `chain`: the longest
+        path that a step verifies; 0: trees."""
         self.kind = kind
         self.policy = policy
         self.terms = DraftingTerms(policy.plan(), drawn=False)
@@ -99,6 +101,7 @@ class SimulatedSession:
         self.length = kind.answer
         self.began = began
         self.drafter: SessionDrafter | None = None
+        self._chain = chain
         self.passing = False
         self.exhausted = -1  # committed tokens when the drafter had nothing more to send
         self.ended = ended
@@ -146,10 +149,16 @@ class SimulatedSession:
         if self.below(drafted, self.position) >= self.levels:
             self._drafted = drafted
 
+    def nodes(self) -> list[tuple[float, int]]:
+        """Return the path scores and levels of what a step may verify, as the drafter sends them, best first."""
+        plan, chain = self.terms.plan, self._chain
+        if chain:
+            return best_nodes(self.kind, min(self.levels, chain), 1, chain)
+        return best_nodes(self.kind, min(self.levels, plan.depth), plan.width, plan.nodes)
+
     def scores(self) -> list[float]:
-        """Return the path scores of the tree's nodes, as the drafter sends them, best first."""
-        plan = self.terms.plan
-        return [score for score, _ in best_nodes(self.kind, min(self.levels, plan.depth), plan.width, plan.nodes)]
+        """Return the path scores of these nodes."""
+        return [score for score, _ in self.nodes()]
 
     def gain(self, levels: int) -> float:
         """Return the tokens that a level below `levels` levels is expected to add."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from outrider.core.control.arms.arm import MODES, OverlapMode
 from outrider.core.control.arms.governor import Governor
 from outrider.core.control.arms.steering import SessionTokens, Steering
 from outrider.core.control.cost.budget import CostModel, choose_budget
@@ -12,7 +13,7 @@ from outrider.core.control.cost.plain_pace import PlainPace
 from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
-from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment, best_nodes
+from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment
 
 MIN_HOLD_S = 1e-5  # seconds; a shorter hold is skipped, because an event takes no simulated time
 
@@ -37,7 +38,9 @@ class SimulatedVerifier:
         self.sessions: list[SimulatedSession] = []
         self._cost = cost_model(cluster.deployment)
         self.hold_policy = HoldPolicy()
-        self.steering = Steering(Governor(PlainPace(self._cost.points())), self._cost)
+        self._chain = cluster.deployment.chain
+        modes = (OverlapMode.AHEAD,) if self._chain else MODES
+        self.steering = Steering(Governor(PlainPace(self._cost.points()), modes=modes), self._cost)
         self._running = False
         self._alarm = 0  # number of the latest alarm; earlier alarms are ignored
         self._ended = 0.0
@@ -90,7 +93,7 @@ class SimulatedVerifier:
         outside = since + self._cost.overhead(len(deciding) + len(reading))
         budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, outside)
         lately = self.steering.tokens_per_s
-        hold = 0.0 if reads else self.hold_policy.hold_seconds(deciding, budget, clock.now, lately)
+        hold = 0.0 if reads or self._chain else self.hold_policy.hold_seconds(deciding, budget, clock.now, lately)
         if hold > MIN_HOLD_S:
             self._alarm += 1
             alarm = self._alarm
@@ -161,8 +164,8 @@ class SimulatedVerifier:
     def _decide(self, session: SimulatedSession, count: int, step: SimulatedStep) -> tuple[int, StepReport]:
         """Decide how many tokens a session commits. Return that number and the report."""
         plan = session.terms.plan
-        wide = [0] * plan.depth  # verified children at each level
-        for _, level in best_nodes(session.kind, min(session.levels, plan.depth), plan.width, count):
+        wide = [0] * session.levels  # verified children at each level
+        for _, level in session.nodes()[:count]:
             wide[level] += 1
         depth = sum(children > 0 for children in wide)
         ranks: list[int] = []

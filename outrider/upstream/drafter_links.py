@@ -12,10 +12,10 @@ import grpc.aio
 
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import DRAFTER, Tls
-from outrider.upstream.foreign_session import EPOCH, TENANT, ForeignSession
+from outrider.upstream.foreign_session import EPOCH, ForeignSession
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.wire import drafter as wire
-from outrider.wire.tickets import TICKET_S, Permit
+from outrider.wire.tickets import OWN_TENANT, TICKET_S, Permit
 
 CALL_S = 2.0  # time that a drafter has to answer
 LOOK_S = 1.0  # between two looks at the drafters, and at sessions that have none
@@ -139,9 +139,9 @@ class DrafterLinks:
     async def _ask(self, link: DrafterLink, session: ForeignSession, address: str) -> None:
         if link.described is None:
             return
-        permit = Permit(session.id, TENANT, link.described.worker_id, self._upstream_id, EPOCH)
+        permit = Permit(session.id, OWN_TENANT, link.described.worker_id, self._upstream_id, EPOCH)
         request = wire.AttachRequest(
-            session_id=session.id, epoch=EPOCH, upstream=address, ticket=self._tickets.sign(permit), tenant=TENANT
+            session_id=session.id, epoch=EPOCH, upstream=address, ticket=self._tickets.sign(permit), tenant=OWN_TENANT
         )
         link.attached.add(session.id)  # also where no answer comes: the drafter may have taken it, and is told its end
         try:

@@ -16,9 +16,9 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.upstream.upstream_session import Subscription, UpstreamSession
+from outrider.wire.tickets import OWN_TENANT
 
 CAPACITY = 256  # nodes of a session's tree
-TENANT = "upstream"
 EPOCH = 1  # a session that comes back is another one
 MOST_DRAFTERS = 4  # of a session
 
@@ -100,7 +100,7 @@ class ForeignSession(UpstreamSession):
         """
         super().__init__(contract, 0)
         self.id = name
-        self.tenant = TENANT
+        self.tenant = OWN_TENANT
         self.epoch = EPOCH
         self.tokens = [*tokens]
         self.answer_position = len(self.tokens)

@@ -18,6 +18,7 @@ from outrider.v1 import types_pb2
 
 TICKET_S = 60.0  # a later subscription needs a fresh ticket from the router
 PUBLIC_KEY_BYTES = 32
+OWN_TENANT = "@upstream"  # of sessions that an engine attaches to drafters itself, with tickets of its own
 
 
 @dataclass(frozen=True, slots=True)

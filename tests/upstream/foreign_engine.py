@@ -50,9 +50,8 @@ class ForeignEngine:
         count: int,
         drafts: RemoteDrafts | None = None,
         tokens: Sequence[int] = PROMPT,
-        a_draft_s: float = 0.0,
     ) -> list[int]:
-        """Generate tokens, with drafts or without, at some 5 ms a step and `a_draft_s` for each draft in it."""
+        """Generate tokens, with drafts or without, at some 5 ms a step."""
         row = f"row of {contract.seed}"
         text, chosen, chain = [*tokens], list[int](), list[int]()
         sampler = Sampler(contract, self._engine.vocabulary, text, len(text))
@@ -74,7 +73,7 @@ class ForeignEngine:
             sampler.extend(chosen)
             read = len(text) - 1
             self._engine.release(0, read)
-            time.sleep(0.005 + a_draft_s * len(chain))
+            time.sleep(0.005)
         if drafts is not None:
             drafts.close(row)
         return text[len(tokens) : len(tokens) + count]

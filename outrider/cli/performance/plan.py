@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,14 @@ from outrider.cli.performance.simulate import parse_policy, simulated_phases, to
 if TYPE_CHECKING:
     from outrider.simulation.deployment import Scenario, SimulationOutcome
 
+
+class TargetEngine(StrEnum):
+    """What verifies drafts."""
+
+    OUTRIDER = "outrider"
+    VLLM = "vllm"
+
+
 ENOUGH = 0.97  # share of the highest goodput that counts as nearly as much
 
 
@@ -22,6 +31,10 @@ def plan(
     policy: Annotated[str, typer.Option(help="The router's policy, or fixed:DEPTH.")] = "goodput",
     depth: Annotated[int, typer.Option(min=1, max=64, help="Ceiling on gamma.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of arrivals, texts and jitter.")] = 0,
+    engine: Annotated[
+        TargetEngine, typer.Option(help="What verifies: our verifiers, or vLLM.")
+    ] = TargetEngine.OUTRIDER,
+    drafts: Annotated[int, typer.Option(min=1, max=64, help="vLLM's num_speculative_tokens.")] = 4,
 ) -> None:
     """Compute how many drafters a deployment's traffic needs, and how much faster it is with them.
 
@@ -37,9 +50,10 @@ def plan(
     with reported():
         parse_policy(policy)
         loaded = load_section(Scenario, scenario)
+        chain = drafts if engine is TargetEngine.VLLM else loaded.deployment.chain
         outcomes: dict[int, list[SimulationOutcome]] = {}
         for count in track([0, *counts(most)], "simulating", console=Console(stderr=True), transient=True):
-            deployment = loaded.deployment.model_copy(update={"drafters": count})
+            deployment = loaded.deployment.model_copy(update={"drafters": count, "chain": chain})
             sized = loaded.model_copy(update={"deployment": deployment})
             outcomes[count] = list(simulated_phases(sized, policy if count else "off", depth, seed))
     _print(loaded, outcomes)

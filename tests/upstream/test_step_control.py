@@ -1,0 +1,101 @@
+"""How far it pays to draft, by the times of an engine's steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from outrider.core.control.arms.steering import SessionTokens
+from outrider.core.control.drafting_terms import DraftingTerms
+from outrider.core.session.contract import Plan, PlanOverlap
+from outrider.upstream.foreign_session import NONE, Chain, ForeignSession
+from outrider.upstream.step_control import StepControl, StepTime
+
+PLAN = Plan(1, depth=8, width=2, nodes=64, wait_us=0, overlap=PlanOverlap.MEASURED)
+
+
+class Steered:
+    """What control uses of a session. Its drafts are right at random."""
+
+    greedy = True
+    representative = True
+    drafting = True
+
+    def __init__(self) -> None:
+        self.terms = DraftingTerms(PLAN, drawn=False)
+
+
+def simulate(
+    seconds_of: Callable[[int], float], chance: float, *, steps: int = 3000, sessions: int = 1
+) -> tuple[StepControl, float, float]:
+    """Run steps whose pass over n tokens takes `seconds_of(n)`, and whose drafts are each right by chance. Return the
+    control, and the tokens a second of the last half of the time, with plain decoding's."""
+    control, rng = StepControl(), random.Random(7)
+    rows = [cast(ForeignSession, Steered()) for _ in range(sessions)]
+    control.on_opened(rows)
+    given = [NONE] * sessions
+    done: list[tuple[float, int]] = []
+    for _ in range(steps):
+        commits = []
+        for row, chain in zip(rows, given, strict=True):
+            accepted = next((place for place, it in enumerate(chain.chances) if rng.random() > it), len(chain.tokens))
+            commits.append(
+                SessionTokens(row, 1 + accepted, 1.0 + sum(chance**level for level in range(1, 1 + len(chain.tokens))))
+            )
+        tokens = sessions + sum(len(chain.tokens) for chain in given)
+        seconds = seconds_of(tokens) * rng.uniform(0.98, 1.02)
+        done.append((seconds, sum(it.tokens for it in commits)))
+        control.on_step(rows, commits, StepTime(tokens, sessions, 0, seconds))
+        offers = [NONE if row.terms.resting else Chain((5,) * 4, (chance,) * 4) for row in rows]
+        taken, _ = control.choose(offers)
+        given = [Chain(it.tokens[:count], it.chances[:count]) for it, count in zip(offers, taken, strict=True)]
+    last = done[steps // 2 :]
+    speed = sum(tokens for _, tokens in last) / sum(seconds for seconds, _ in last)
+    return control, speed, sessions / seconds_of(sessions)
+
+
+def flat(tokens: int) -> float:
+    """A pass that more tokens make little longer."""
+    return 0.020 + 0.0002 * tokens
+
+
+def steep(tokens: int) -> float:
+    """A pass over five tokens takes three times as long as one over a single token."""
+    return 0.020 + 0.010 * tokens
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_drafts_are_taken_where_passes_are_flat(sessions: int) -> None:
+    control, speed, plain = simulate(flat, 0.8, sessions=sessions)
+    assert control.estimates()["arm"] == "ahead"
+    assert speed > 2.2 * plain
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize(("seconds_of", "chance"), [(steep, 0.3), (flat, 0.01), (steep, 0.01)])
+def test_it_is_never_slower_than_plain_decoding(
+    seconds_of: Callable[[int], float], chance: float, sessions: int
+) -> None:
+    _, speed, plain = simulate(seconds_of, chance, sessions=sessions)
+    assert speed > 0.98 * plain
+
+
+def test_chains_are_as_long_as_pays() -> None:
+    control, speed, plain = simulate(steep, 0.9)
+    [taken], _ = control.choose([Chain((5, 6, 7, 8), (0.9, 0.9, 0.05, 0.05))])
+    assert 2 <= taken <= 3
+    assert speed > 1.1 * plain
+
+
+def test_steps_that_show_nothing_change_nothing() -> None:
+    control = StepControl()
+    row: Any = Steered()
+    for step in (None, StepTime(40, 1, 39, 0.1), StepTime(0, 0, 0, 0.5)):
+        for _ in range(20):
+            control.on_step([row], [], step)
+    assert control.cost is None
+    assert control.choose([Chain((5,), (0.9,))]) == ([0], 0.0)
+    assert control.choose([]) == ([], 0.0)
