@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 
 import grpc
 import grpc.aio
 
+from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import DRAFTER, Tls
 from outrider.upstream.foreign_session import EPOCH, ForeignSession
@@ -29,9 +30,10 @@ log = logging.getLogger(__name__)
 class DrafterLink:
     """A drafter at an address, as it described itself last."""
 
-    def __init__(self, address: str, stub: wire.DrafterStub) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
-        self.stub = stub
+        self.channel = channel
+        self.stub = wire.DrafterStub(channel)
         self.described: wire.DrafterDescription | None = None  # None: it does not answer, or has another tokenizer
         self.attached: set[str] = set()  # sessions
         self._said = ""
@@ -64,12 +66,36 @@ class DrafterLink:
             log.info("drafter %s %s", self.address, what)
 
 
+class RegisteredDrafters:
+    """The addresses of drafters that draft for verifiers, as they announce themselves in Redis."""
+
+    def __init__(self, redis_url: str) -> None:
+        """Raises ConfigError for a malformed URL."""
+        from outrider.store.redis.client import connect
+        from outrider.store.registry import Registry
+
+        self._redis = connect(redis_url)
+        self._registry = Registry(self._redis)
+        self._known: list[str] = []
+
+    async def __call__(self) -> list[str]:
+        """Return the addresses now, or those of the last time while Redis cannot be reached."""
+        with suppress(OutriderError):
+            workers = await self._registry.workers("drafter")
+            self._known = [it.address for it in workers if it.tier == 0 and not it.draining]
+        return self._known
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._redis.aclose()
+
+
 class DrafterLinks:
-    """Gives each session some drafters of a list, those with the most free slots first."""
+    """Gives each session some of the drafters that there are, those with the most free slots first."""
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: Callable[[], Awaitable[Iterable[str]]],
         tickets: OwnTickets,
         upstream_id: str,
         tokenizer_digest: bytes,
@@ -77,8 +103,8 @@ class DrafterLinks:
         each: int,
         tls: Tls | None = None,
     ) -> None:
-        """`each`: drafters of a session."""
-        self._addresses = [*addresses]
+        """`addresses`: of the drafters that there are now. `each`: drafters of a session."""
+        self._addresses = addresses
         self._tickets = tickets
         self._upstream_id = upstream_id
         self._tokenizer_digest = tokenizer_digest
@@ -102,24 +128,30 @@ class DrafterLinks:
 
         `address`: this upstream's, for drafters. Run until cancelled.
         """
-        loop = asyncio.get_running_loop()
-        async with AsyncExitStack() as stack:
-            for it in self._addresses:
-                channel = await stack.enter_async_context(open_channel(it, self._tls, DRAFTER if self._tls else ""))
-                self._links.append(DrafterLink(it, wire.DrafterStub(channel)))
-            looked = 0.0
+        loop, looked = asyncio.get_running_loop(), -LOOK_S
+        try:
             while True:
                 self._wanted.clear()
                 if loop.time() - looked >= LOOK_S:
-                    await asyncio.gather(*(link.look(self._tokenizer_digest) for link in self._links))
+                    await self._look()
                     looked = loop.time()
                 await self._detach_ended(sessions)
                 await asyncio.gather(*(self._attach(it, address, loop.time()) for it in [*sessions.values()]))
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._wanted.wait()
-                except TimeoutError:
-                    pass
+        finally:
+            await asyncio.gather(*(link.channel.close(None) for link in self._links))
+
+    async def _look(self) -> None:
+        """Follow the drafters that there are, and ask each what it is."""
+        there = {*await self._addresses()}
+        for link in [link for link in self._links if link.address not in there]:
+            self._links.remove(link)
+            await link.channel.close(None)
+        for it in there - {link.address for link in self._links}:
+            self._links.append(DrafterLink(it, open_channel(it, self._tls, DRAFTER if self._tls else "")))
+        await asyncio.gather(*(link.look(self._tokenizer_digest) for link in self._links))
 
     async def _attach(self, session: ForeignSession, address: str, now: float) -> None:
         """Attach drafters to a session that has too few, and give its own ones new tickets in time."""

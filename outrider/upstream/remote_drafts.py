@@ -35,7 +35,7 @@ from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_d
 from outrider.rpc import liveness
 from outrider.rpc.server import serving
 from outrider.rpc.tls import Tls
-from outrider.upstream.drafter_links import LOOK_S, DrafterLinks
+from outrider.upstream.drafter_links import LOOK_S, DrafterLinks, RegisteredDrafters
 from outrider.upstream.foreign_session import NONE, Chain, ForeignSession, Row
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.upstream.servicer import UpstreamServicer
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 class UpstreamSettings:
     """What an engine needs for its drafts."""
 
-    drafters: Sequence[str]  # "HOST:PORT" of each
+    drafters: Sequence[str]  # "HOST:PORT" of each, beside those that `redis` has
     model: Path  # the checkpoint that the engine serves: its tokenizer and vocabulary
     vocabulary: int | None = None  # ids that the engine chooses from; None: the checkpoint's
     depth: int = 4  # the longest chain
@@ -60,6 +60,7 @@ class UpstreamSettings:
     wait_ms: float = 0.0  # the longest that a step waits for drafts
     each: int = 1  # drafters of a session
     adaptive: bool = True  # draft only as far as measured times show that it pays
+    redis: str | None = None  # URL of a Redis in which drafters announce themselves
     idle_s: float = 60.0  # a row that no step names for this time has ended
     listen: str = "127.0.0.1:0"  # where drafters connect to
     advertise: str | None = None  # the address as drafters know it; None: `listen`
@@ -283,12 +284,17 @@ class _Host:
         self._fresh = fresh
         self._changed: dict[ForeignSession, None] = {}  # sessions whose drafts are to be published
         self._name = f"upstream-{secrets.token_hex(4)}"
+        self._registered = RegisteredDrafters(settings.redis) if settings.redis else None
         tickets = OwnTickets()
         self._sink = UpstreamServicer(self._name, tokenizer_digest, tickets)
         self._sink.serve(self)
         self.links = DrafterLinks(
-            settings.drafters, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
+            self._addresses, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
         )
+
+    async def _addresses(self) -> list[str]:
+        """Return the addresses of all drafters that are known now."""
+        return [*self._settings.drafters, *(await self._registered() if self._registered else ())]
 
     def run(self) -> None:
         """Serve until the inbox has its end."""
@@ -326,9 +332,13 @@ class _Host:
             begin_drain=self._sink.begin_drain,
         ) as address:
             self.started.set_result(None)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.links.run(self._settings.advertise or address, self.sessions))
-                group.create_task(self._close_idle())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.links.run(self._settings.advertise or address, self.sessions))
+                    group.create_task(self._close_idle())
+            finally:
+                if self._registered is not None:
+                    await self._registered.close()
 
     async def _close_idle(self) -> None:
         """Close rows that no step has named for too long: the engine may have forgotten them, or rest itself."""

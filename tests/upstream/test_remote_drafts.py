@@ -154,6 +154,16 @@ def test_texts_stay_the_same_while_control_tries_what_pays(engine: ForeignEngine
         assert drafts.counts.drafted
 
 
+def test_drafters_that_announce_themselves_are_found(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    found = UpstreamSettings([], TARGET, redis=redis_url, adaptive=False)
+    with drafter() as (_, process), RemoteDrafts(found) as drafts:
+        drafts.open("row", PROMPT, contract(1, 0.0))
+        wait_until(lambda: drafts.step([("row", [])])[0])
+        process.terminate()
+        wait_until(lambda: not drafts.drafters)
+
+
 def test_engines_share_a_drafters_slots() -> None:
     with (
         drafter("--slots", "4") as (address, _),

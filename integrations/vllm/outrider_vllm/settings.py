@@ -18,6 +18,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     drafters: list[str] = []  # "HOST:PORT" of each
+    redis: str | None = None  # URL of a Redis in which drafters announce themselves
     shared_noise: bool = False  # whether requests with a temperature draw by shared noise, where they do not say
     wait_ms: NonNegativeFloat = 0.0  # the longest that a step waits for drafts
     ahead: NonNegativeInt = 4  # levels that are drafted beyond `num_speculative_tokens`, while vLLM verifies
