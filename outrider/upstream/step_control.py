@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,8 @@ from outrider.core.control.arms.steering import SessionTokens, Steering
 from outrider.core.control.cost.budget import CostModel, choose_budget
 from outrider.core.control.cost.plain_pace import PlainPace
 from outrider.upstream.foreign_session import Chain, ForeignSession
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,12 @@ class StepControl:
         elif step is None:
             self.steering.on_unmeasured_step(sessions)
         else:
+            governor = self.steering.governor
+            before = governor.switches
             self.cost.observe(step.tokens, step.seconds)
             self.steering.on_step(sessions, commits, step.read, step.seconds)
+            if governor.switches != before:
+                log.info("drafters: now %s; %s", governor.arm, governor.reason)
 
     def estimates(self) -> dict[str, Any]:
         """Return what is steered by."""

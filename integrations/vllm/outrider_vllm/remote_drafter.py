@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from outrider.upstream.remote_drafts import RemoteDrafts
+from outrider_vllm.metrics import serve_metrics
 from outrider_vllm.repairs import repair
 from outrider_vllm.requests import RequestTerms, terms_of
 from outrider_vllm.settings import Settings
@@ -62,8 +63,10 @@ class RemoteDrafter:
         if current_platform.is_cpu():
             repair()
         if get_tensor_model_parallel_rank() == 0:
+            _show_logs()
             self._drafts = RemoteDrafts(self._upstream)
-            log.info("drafts come from %s", ", ".join(self._settings.drafters) or "nobody: there are no drafters")
+            if self._settings.metrics is not None:
+                serve_metrics(self._drafts, self._settings.metrics)
 
     def propose(
         self,
@@ -139,6 +142,14 @@ class RemoteDrafter:
         if not self._failed:
             self._failed = True
             log.exception("drafts fail, so vLLM goes on without; this is said once")
+
+
+def _show_logs() -> None:
+    """Write what Outrider logs where vLLM writes its own."""
+    ours = logging.getLogger("outrider")
+    if not ours.handlers:
+        ours.handlers = logging.getLogger("vllm").handlers
+        ours.setLevel(logging.INFO)
 
 
 def _follow(runner_class: Any) -> None:

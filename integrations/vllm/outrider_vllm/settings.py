@@ -28,6 +28,7 @@ class Settings(BaseModel):
     adaptive: bool = True  # draft only as far as measured times show that it pays
     listen: str = "127.0.0.1:0"  # where drafters connect to
     advertise: str | None = None  # the address as drafters know it
+    metrics: str | None = None  # "HOST:PORT" at which Prometheus reads figures of drafts
     ca: str | None = None  # files of certificates, of the role upstream
     cert: str | None = None
     key: str | None = None

@@ -26,13 +26,12 @@ PROMPTS = [f"The number {number} is" for number in range(6)]
 
 
 @contextmanager
-def server(drafters: list[str]) -> Iterator[str]:
-    """A server's address."""
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port = it.getsockname()[1]
+def server(drafters: list[str], metrics: int) -> Iterator[str]:
+    """A server's address. `metrics`: port of the drafts' figures."""
+    port = free_port()
     speculation = {"method": "custom_class", "model": "outrider_vllm.RemoteDrafter", "num_speculative_tokens": 4}
     settings = {"outrider": {"drafters": drafters, "wait_ms": 30, "adaptive": False, "idle_s": 2.0}}
+    settings["outrider"]["metrics"] = f"127.0.0.1:{metrics}"
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
     command += ["--enforce-eager", "--served-model-name", "target", "--max-num-seqs", "32"]
@@ -52,10 +51,19 @@ def drafter() -> Iterator[Drafter]:
         yield it
 
 
+def free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
+
+
+METRICS = [free_port(), free_port()]
+
+
 @pytest.fixture(scope="module")
 def servers(drafter: Drafter) -> Iterator[list[str]]:
     with ExitStack() as stack:
-        found = [stack.enter_context(server([drafter.address])) for _ in range(2)]
+        found = [stack.enter_context(server([drafter.address], port)) for port in METRICS]
         for it in found:
             wait_until(lambda address=it: answers(address), within_s=240)
         yield found
@@ -82,9 +90,9 @@ def sessions(drafter: Drafter) -> int:
 
 
 def counted(address: str, name: str) -> float:
-    """The sum of one of the server's counters."""
+    """The sum of the figures of one name."""
     lines = httpx.get(f"{address}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}_total"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def client_of(address: str) -> openai.AsyncOpenAI:
@@ -99,8 +107,11 @@ def test_two_servers_share_a_drafter(servers: list[str]) -> None:
     plain = asyncio.run(texts(PLAIN))
     assert plain[: len(PROMPTS)] == plain[len(PROMPTS) :]
     assert asyncio.run(texts(DRAFTED)) == plain
-    for address in servers:
-        assert counted(address, "spec_decode_num_accepted_tokens") > 0
+    for address, port in zip(servers, METRICS, strict=True):
+        accepted = counted(address, "vllm:spec_decode_num_accepted_tokens_total")
+        assert accepted > 0
+        assert counted(f"http://127.0.0.1:{port}", "outrider_upstream_accepted_tokens_total") == accepted
+        assert counted(f"http://127.0.0.1:{port}", "outrider_upstream_drafters") == 1
 
 
 def test_aborted_requests_leave_no_session(servers: list[str], drafter: Drafter) -> None:
