@@ -191,7 +191,7 @@ def show(options: argparse.Namespace, taken: dict[tuple[Load, str], list[dict[st
         plain = taken.get((load, "plain"), taken[Load(0.0), "plain"])
         speed = median(count / it["seconds"] for it in found)
         steps = median(it["steps"] for it in found) / -(-options.prompts // load.callers)
-        alike = taken.get((load, "nobody"), plain)  # whose noise is the same
+        alike = taken.get((load, "nobody"), plain)  # with the same noise
         same = sum(a == b for a, b in zip(alike[0]["texts"], found[0]["texts"], strict=True))
         over = ratio(plain, found)
         table.add_row(

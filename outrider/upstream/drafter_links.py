@@ -91,7 +91,7 @@ class RegisteredDrafters:
 
 
 class DrafterLinks:
-    """Gives each session some of the drafters that there are, those with the most free slots first."""
+    """Gives each session some drafters, those with the most free slots first."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class DrafterLinks:
         each: int,
         tls: Tls | None = None,
     ) -> None:
-        """`addresses`: of the drafters that there are now. `each`: drafters of a session."""
+        """`addresses`: of all drafters now. `each`: drafters of a session."""
         self._addresses = addresses
         self._tickets = tickets
         self._upstream_id = upstream_id
@@ -144,7 +144,7 @@ class DrafterLinks:
             await asyncio.gather(*(link.channel.close(None) for link in self._links))
 
     async def _look(self) -> None:
-        """Follow the drafters that there are, and ask each what it is."""
+        """Follow the list of drafters, and ask each what it is."""
         there = {*await self._addresses()}
         for link in [link for link in self._links if link.address not in there]:
             self._links.remove(link)

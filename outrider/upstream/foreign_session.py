@@ -23,30 +23,30 @@ EPOCH = 1  # a session that comes back is another one
 MOST_DRAFTERS = 4  # of a session
 
 
-class Chain(NamedTuple):
+class DraftChain(NamedTuple):
     """Drafts that follow one another."""
 
     tokens: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()  # that each is the target's token, if those before it are
+    chances: tuple[float, ...] = ()  # probability of each that it is the target's token, if those before it are
 
-    def behind(self, tokens: tuple[int, ...]) -> Chain:
+    def behind(self, tokens: tuple[int, ...]) -> DraftChain:
         """Return what is left of it behind its first tokens; nothing if these are others."""
         count = len(tokens)
-        return Chain(self.tokens[count:], self.chances[count:]) if self.tokens[:count] == tokens else NONE
+        return DraftChain(self.tokens[count:], self.chances[count:]) if self.tokens[:count] == tokens else NONE
 
 
-NONE = Chain()
+NONE = DraftChain()
 
 
 class Drafts(NamedTuple):
     """What is drafted below a position of the text. It never changes, so that the engine's thread may read it."""
 
     position: int  # of the token that it follows
-    best: Chain  # the path of the likeliest children
-    beside: dict[tuple[int, int], Chain]  # by place in `best` and the token there: what follows this one
+    best: DraftChain  # the path of the likeliest children
+    beside: dict[tuple[int, int], DraftChain]  # by place in `best` and the token there: what follows this one
     drafting: bool  # whether a drafter may still send more
 
-    def after(self, tokens: tuple[int, ...]) -> Chain:
+    def after(self, tokens: tuple[int, ...]) -> DraftChain:
         """Return what is drafted behind tokens that follow the position; nothing if they leave the drafts."""
         best = self.best.tokens
         for place, token in enumerate(tokens):
@@ -59,7 +59,7 @@ class Drafts(NamedTuple):
 
 def drafts_of(tree: TokenTree, *, drafting: bool) -> Drafts:
     """Return the drafts of a tree: the likeliest path, and the paths that leave it."""
-    best, beside = _path(tree.root), dict[tuple[int, int], Chain]()
+    best, beside = _path(tree.root), dict[tuple[int, int], DraftChain]()
     for place, node in enumerate([tree.root, *best]):
         for child in node.children.values():
             if place == len(best) or child is not best[place]:
@@ -76,8 +76,8 @@ def _path(node: Node) -> list[Node]:
     return path
 
 
-def _chain(path: Sequence[Node]) -> Chain:
-    return Chain(tuple(node.token for node in path), tuple(math.exp(node.edge) for node in path))
+def _chain(path: Sequence[Node]) -> DraftChain:
+    return DraftChain(tuple(node.token for node in path), tuple(math.exp(node.edge) for node in path))
 
 
 class ForeignSession(UpstreamSession):
@@ -196,24 +196,24 @@ class Row:
         self.length += len(tokens)
         return accepted
 
-    def offer(self, most: int) -> Chain:
+    def offer(self, most: int) -> DraftChain:
         """Return the drafts that may be verified next, at most `most`."""
         behind = self.length - 1 - self.drafts.position
         if self.resting or behind > len(self.recent):
             return NONE
         tokens, chances = self.drafts.after(tuple(self.recent[-behind:] if behind else ()))
-        return Chain(tokens[:most], chances[:most])
+        return DraftChain(tokens[:most], chances[:most])
 
-    def give(self, offer: Chain, count: int) -> None:
+    def give(self, offer: DraftChain, count: int) -> None:
         """Note that the next pass verifies the first drafts of an offer."""
-        self.given = Chain(offer.tokens[:count], offer.chances[:count])
+        self.given = DraftChain(offer.tokens[:count], offer.chances[:count])
 
     @property
     def expected(self) -> float:
         """Tokens that the pass over the given chain is expected to choose."""
         return 1.0 + math.fsum(accumulate(self.given.chances, operator.mul))
 
-    def awaits(self, offered: Chain, most: int) -> bool:
+    def awaits(self, offered: DraftChain, most: int) -> bool:
         """Return whether an offer is shorter than `most`, and more may come."""
         may_come = self.drafts.drafting or self.drafts.position < self.length - 1
         return len(offered.tokens) < most and may_come and not self.resting

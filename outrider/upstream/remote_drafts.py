@@ -36,10 +36,10 @@ from outrider.rpc import liveness
 from outrider.rpc.server import serving
 from outrider.rpc.tls import Tls
 from outrider.upstream.drafter_links import LOOK_S, DrafterLinks, RegisteredDrafters
-from outrider.upstream.foreign_session import NONE, Chain, ForeignSession, Row
+from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession, Row
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.upstream.servicer import UpstreamServicer
-from outrider.upstream.step_control import StepControl, StepTime
+from outrider.upstream.step_control import EngineStep, StepControl
 
 START_S = 10.0  # time to begin to listen
 MOST_SESSIONS = 1024
@@ -199,7 +199,7 @@ class RemoteDrafts:
                     counts.accepted += row.commit(tokens)
                     news.append(RowNews(row, tokens, row.expected))
         offers = self._offers(served, most)
-        step = None if idle or not began else StepTime(computed, len(rows), read, now - began)
+        step = None if idle or not began else EngineStep(computed, len(rows), read, now - began)
         if news or step is not None:  # before a wait, and after the rest: the other thread begins at once, and would
             self._fresh.clear()  # have the interpreter for milliseconds
             self._send(lambda: self._host.commit(news, step, self._min_path_score))
@@ -215,12 +215,12 @@ class RemoteDrafts:
             return None
         return row
 
-    def _offers(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[Chain]:
+    def _offers(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[DraftChain]:
         return [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
 
     def _waited(
-        self, rows: Sequence[Row | None], most: Sequence[int], offers: list[Chain], until: float
-    ) -> list[Chain]:
+        self, rows: Sequence[Row | None], most: Sequence[int], offers: list[DraftChain], until: float
+    ) -> list[DraftChain]:
         """Return the offers once none gets longer, or at that time."""
         while any(
             row is not None and row.awaits(*it) for row, it in zip(rows, zip(offers, most, strict=False), strict=True)
@@ -232,7 +232,7 @@ class RemoteDrafts:
             offers = self._offers(rows, most)
         return offers
 
-    def _take(self, rows: Sequence[Row | None], offers: Sequence[Chain]) -> list[list[int]]:
+    def _take(self, rows: Sequence[Row | None], offers: Sequence[DraftChain]) -> list[list[int]]:
         """Return what the next pass verifies of the offers."""
         if self.settings.adaptive:
             taken, self._min_path_score = self._host.control.choose(offers)
@@ -365,7 +365,7 @@ class _Host:
             session.dismiss("finished")
             self.links.wake()
 
-    def commit(self, news: Sequence[RowNews], step: StepTime | None, min_path_score: float) -> None:
+    def commit(self, news: Sequence[RowNews], step: EngineStep | None, min_path_score: float) -> None:
         """Take the tokens of a step, learn from it, and send the tokens to the drafters."""
         self.progress.end()
         known = [(session, it) for it in news if (session := self._of_rows.get(it.row)) is not None]

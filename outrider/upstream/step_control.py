@@ -14,7 +14,7 @@ from outrider.core.control.arms.governor import Governor
 from outrider.core.control.arms.steering import SessionTokens, Steering
 from outrider.core.control.cost.budget import CostModel, choose_budget
 from outrider.core.control.cost.plain_pace import PlainPace
-from outrider.upstream.foreign_session import Chain, ForeignSession
+from outrider.upstream.foreign_session import DraftChain, ForeignSession
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +24,18 @@ class StepControlTuning:
     """What is assumed of an engine before its steps have shown it."""
 
     first_steps: int = 4  # plain steps that show how long one takes
-    rise: float = 0.01  # by which one more token in a pass prolongs it, of a pass over one
+    rise: float = 0.01  # share by which one more token prolongs a pass
     sizes: tuple[int, ...] = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a pass
 
 
 STEP_CONTROL = StepControlTuning()
 
 
-class StepTime(NamedTuple):
+class EngineStep(NamedTuple):
     """A step of the engine, as control needs it."""
 
-    tokens: int  # that its pass computed: a root for each row, drafts, and what it read of prompts
-    rows: int  # that decoded
+    tokens: int  # tokens that its pass computed: a root for each row, drafts, and those of prompts
+    rows: int  # rows that decoded
     read: int  # prompt tokens
     seconds: float  # from the call before to this one
 
@@ -51,7 +51,7 @@ class StepControl:
         self.cost: CostModel | None = None  # None: too few steps have been seen
         self.steering: Steering | None = None
 
-    def choose(self, offers: Sequence[Chain]) -> tuple[list[int], float]:
+    def choose(self, offers: Sequence[DraftChain]) -> tuple[list[int], float]:
         """Return how many drafts of each row's offer to verify, and the path score below which none was worth it."""
         cost = self.cost
         if cost is None or not offers:
@@ -69,7 +69,7 @@ class StepControl:
             self.steering.on_opened(sessions)
 
     def on_step(
-        self, sessions: Collection[ForeignSession], commits: Sequence[SessionTokens], step: StepTime | None
+        self, sessions: Collection[ForeignSession], commits: Sequence[SessionTokens], step: EngineStep | None
     ) -> None:
         """Learn from a step; None: its time shows nothing, because the engine had nothing to do before."""
         if self.steering is None or self.cost is None:
@@ -89,7 +89,7 @@ class StepControl:
         """Return what is steered by."""
         return {} if self.steering is None else self.steering.estimates()
 
-    def _begin(self, step: StepTime, sessions: Collection[ForeignSession]) -> None:
+    def _begin(self, step: EngineStep, sessions: Collection[ForeignSession]) -> None:
         """Take plain steps for what all are like, once there are enough."""
         self._first.append(step.seconds / (1.0 + STEP_CONTROL.rise * (step.tokens - 1)))
         if len(self._first) == STEP_CONTROL.first_steps:
@@ -100,7 +100,7 @@ class StepControl:
             self.steering.on_opened(sessions)
 
 
-def _scores(offer: Chain, row: int) -> Sequence[tuple[float, int]]:
+def _scores(offer: DraftChain, row: int) -> Sequence[tuple[float, int]]:
     """Return the path scores of a chain, each with its row."""
     found, score = [], 1.0
     for chance in offer.chances:

@@ -11,8 +11,8 @@ import pytest
 from outrider.core.control.arms.steering import SessionTokens
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.session.contract import Plan, PlanOverlap
-from outrider.upstream.foreign_session import NONE, Chain, ForeignSession
-from outrider.upstream.step_control import StepControl, StepTime
+from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession
+from outrider.upstream.step_control import EngineStep, StepControl
 
 PLAN = Plan(1, depth=8, width=2, nodes=64, wait_us=0, overlap=PlanOverlap.MEASURED)
 
@@ -48,10 +48,10 @@ def simulate(
         tokens = sessions + sum(len(chain.tokens) for chain in given)
         seconds = seconds_of(tokens) * rng.uniform(0.98, 1.02)
         done.append((seconds, sum(it.tokens for it in commits)))
-        control.on_step(rows, commits, StepTime(tokens, sessions, 0, seconds))
-        offers = [NONE if row.terms.resting else Chain((5,) * 4, (chance,) * 4) for row in rows]
+        control.on_step(rows, commits, EngineStep(tokens, sessions, 0, seconds))
+        offers = [NONE if row.terms.resting else DraftChain((5,) * 4, (chance,) * 4) for row in rows]
         taken, _ = control.choose(offers)
-        given = [Chain(it.tokens[:count], it.chances[:count]) for it, count in zip(offers, taken, strict=True)]
+        given = [DraftChain(it.tokens[:count], it.chances[:count]) for it, count in zip(offers, taken, strict=True)]
     last = done[steps // 2 :]
     speed = sum(tokens for _, tokens in last) / sum(seconds for seconds, _ in last)
     return control, speed, sessions / seconds_of(sessions)
@@ -85,7 +85,7 @@ def test_it_is_never_slower_than_plain_decoding(
 
 def test_chains_are_as_long_as_pays() -> None:
     control, speed, plain = simulate(steep, 0.9)
-    [taken], _ = control.choose([Chain((5, 6, 7, 8), (0.9, 0.9, 0.05, 0.05))])
+    [taken], _ = control.choose([DraftChain((5, 6, 7, 8), (0.9, 0.9, 0.05, 0.05))])
     assert 2 <= taken <= 3
     assert speed > 1.1 * plain
 
@@ -93,9 +93,9 @@ def test_chains_are_as_long_as_pays() -> None:
 def test_steps_that_show_nothing_change_nothing() -> None:
     control = StepControl()
     row: Any = Steered()
-    for step in (None, StepTime(40, 1, 39, 0.1), StepTime(0, 0, 0, 0.5)):
+    for step in (None, EngineStep(40, 1, 39, 0.1), EngineStep(0, 0, 0, 0.5)):
         for _ in range(20):
             control.on_step([row], [], step)
     assert control.cost is None
-    assert control.choose([Chain((5,), (0.9,))]) == ([0], 0.0)
+    assert control.choose([DraftChain((5,), (0.9,))]) == ([0], 0.0)
     assert control.choose([]) == ([], 0.0)

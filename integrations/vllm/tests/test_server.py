@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import openai
 import pytest
+import yaml
 
 from outrider.wire import drafter as wire
 from running import REPOSITORY, TARGET, Drafter, running_drafter, wait_until
@@ -26,20 +27,38 @@ PROMPTS = [f"The number {number} is" for number in range(6)]
 
 
 @contextmanager
-def server(drafters: list[str], metrics: int) -> Iterator[str]:
-    """A server's address. `metrics`: port of the drafts' figures."""
-    port = free_port()
-    speculation = {"method": "custom_class", "model": "outrider_vllm.RemoteDrafter", "num_speculative_tokens": 4}
-    settings = {"outrider": {"drafters": drafters, "wait_ms": 30, "adaptive": False, "idle_s": 2.0}}
-    settings["outrider"]["metrics"] = f"127.0.0.1:{metrics}"
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    command += ["--enforce-eager", "--served-model-name", "target", "--max-num-seqs", "32"]
-    command += ["--speculative-config", json.dumps(speculation), "--additional-config", json.dumps(settings)]
+def server(drafters: list[str], metrics: int, folder: Path) -> Iterator[str]:
+    """A server's address. `metrics`: port of the drafts' figures. `folder`: for its file."""
+    told = {
+        "model": str(TARGET),
+        "served-model-name": "target",
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "dtype": "float32",
+        "max-model-len": 256,
+        "max-num-seqs": 32,
+        "enforce-eager": True,
+        "speculative-config": {
+            "method": "custom_class",
+            "model": "outrider_vllm.RemoteDrafter",
+            "num_speculative_tokens": 4,
+        },
+        "additional-config": {
+            "outrider": {
+                "drafters": drafters,
+                "wait_ms": 30.0,
+                "adaptive": False,
+                "idle_s": 2.0,
+                "metrics": f"127.0.0.1:{metrics}",
+            }
+        },
+    }
+    (folder / f"{metrics}.yaml").write_text(yaml.safe_dump(told))
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--config", f"{folder}/{metrics}.yaml"]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{told['port']}"
     finally:
         process.terminate()
         process.wait(30)
@@ -61,9 +80,10 @@ METRICS = [free_port(), free_port()]
 
 
 @pytest.fixture(scope="module")
-def servers(drafter: Drafter) -> Iterator[list[str]]:
+def servers(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        found = [stack.enter_context(server([drafter.address], port)) for port in METRICS]
+        found = [stack.enter_context(server([drafter.address], port, folder)) for port in METRICS]
         for it in found:
             wait_until(lambda address=it: answers(address), within_s=240)
         yield found
