@@ -18,7 +18,7 @@ def main(told: dict[str, Any]) -> None:
     os.dup2(2, 1)  # what vLLM prints
     from vllm import LLM
 
-    from outrider_vllm.repairs import repair
+    from outrider_vllm.verification import repair
 
     repair()  # verification on processors is wrong without, whoever drafts
     llm = LLM(**told, enforce_eager=True, max_model_len=512, max_num_seqs=8)

@@ -18,15 +18,14 @@ from typing import Any
 
 import vllm
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from outrider.upstream.remote_drafts import RemoteDrafts
 from outrider_vllm.metrics import serve_metrics
-from outrider_vllm.repairs import repair
 from outrider_vllm.requests import RequestTerms, terms_of
 from outrider_vllm.settings import Settings
 from outrider_vllm.shared_noise import Noise, NoisyRow, SharedNoise
+from outrider_vllm.verification import complete, repair
 
 KNOWN = ("0.32.",)  # versions whose interfaces are those that are used here
 
@@ -60,8 +59,7 @@ class RemoteDrafter:
             log.warning("vLLM %s is not known, so there are no drafts; known: %s*", vllm.__version__, ", ".join(KNOWN))
             return
         _follow(GPUModelRunner)
-        if current_platform.is_cpu():
-            repair()
+        repair()
         if get_tensor_model_parallel_rank() == 0:
             _show_logs()
             self._drafts = RemoteDrafts(self._upstream)
@@ -103,10 +101,11 @@ class RemoteDrafter:
     def begin(self, runner: Any, step: Any) -> None:
         """Take account of a step that begins: vLLM's runner, and its SchedulerOutput."""
         try:
+            self._step = step
             if self._runner is None:
                 self._runner = runner
                 SharedNoise(runner.sampler, self._noisy_rows)
-            self._step = step
+                complete(runner)
             scheduled, drafted = step.num_scheduled_tokens, step.scheduled_spec_decode_tokens
             decoding = sum(count == 1 + len(drafted.get(name, ())) for name, count in scheduled.items())
             self._read = step.total_num_scheduled_tokens - decoding - sum(map(len, drafted.values()))
@@ -121,13 +120,17 @@ class RemoteDrafter:
 
     def _noisy_rows(self) -> list[NoisyRow]:
         """Return the rows of the step that draw by shared noise."""
-        batch, drafted, found = self._runner.input_batch, self._step.scheduled_spec_decode_tokens, []
-        for row, name in enumerate(batch.req_ids):
-            if (seed := self._of(name).noise_seed) is not None:
-                if name not in self._noises:
-                    self._noises[name] = Noise(seed, batch.vocab_size)
-                length, drafts = int(batch.num_tokens_no_spec[row]), len(drafted.get(name, ()))
-                found.append(NoisyRow(row, self._noises[name], length, drafts))
+        batch, drafted = self._runner.input_batch, self._step.scheduled_spec_decode_tokens
+        found: list[NoisyRow] = []
+        try:
+            for row, name in enumerate(batch.req_ids):
+                if (seed := self._of(name).noise_seed) is not None:
+                    if name not in self._noises:
+                        self._noises[name] = Noise(seed, batch.vocab_size)
+                    length, drafts = int(batch.num_tokens_no_spec[row]), len(drafted.get(name, ()))
+                    found.append(NoisyRow(row, self._noises[name], length, drafts))
+        except Exception:
+            self._note()
         return found
 
     def _of(self, name: str) -> RequestTerms:

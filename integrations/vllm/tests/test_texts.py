@@ -23,6 +23,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 20},
     "top-p": {"temperature": 0.9, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.1},
+    "bias": {"temperature": 1.0, "logit_bias": {420: 4.0, 333: 3.0, 500: -100.0}, "repetition_penalty": 1.1},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
     "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.2},
     "allowed ids": {"temperature": 1.0, "allowed_token_ids": [*range(300, 600)]},
@@ -38,6 +40,12 @@ def test_texts_do_not_depend_on_drafts(name: str, vllm: Vllm) -> None:
     before = vllm.drafts.counts.accepted
     assert vllm.texts(48, drafted=True, **PARAMETERS[name]) == plain
     assert vllm.drafts.counts.accepted > before
+
+
+@pytest.mark.parametrize("name", ["min-p", "bias"])
+def test_filters_that_vllm_refuses_with_drafts_filter(name: str, vllm: Vllm) -> None:
+    free = vllm.texts(48, drafted=True, temperature=1.0)
+    assert vllm.texts(48, drafted=True, **PARAMETERS[name]) != free
 
 
 def test_an_answer_follows_its_schema_and_not_the_drafts(vllm: Vllm) -> None:
