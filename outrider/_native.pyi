@@ -6,11 +6,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from outrider.core.sampling.noise import Draw
+from outrider.engine.checkpoints.stored_tensors import FileRows
 from outrider.engine.interface.batch import Segment
 
 Array = NDArray[Any]
-# An array, or a type of blocks and the blocks of each row, and the input of each column where these are not in order.
-Weight = Array | tuple[str, Array] | tuple[str, Array, Array]
+# An array; or the name of a type, with rows in a file or blocks of rows; and the input of each column, where they are
+# not in order.
+Weight = Array | tuple[str, FileRows] | tuple[str, Array] | tuple[str, Array, Array]
 
 def instruction_sets() -> list[str]: ...
 def quantize(kind: str, values: Array, blocks: Array, /) -> None: ...

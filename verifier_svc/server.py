@@ -49,6 +49,8 @@ from verifier_svc.servicer import VerifierServicer
 
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of the passes whose cost is measured at start
 
+SWEEP_S = 1.0  # for all of them; a slow model has the smaller ones alone (8B on two cores: all would take 45 s)
+
 log = logging.getLogger(__name__)
 
 
@@ -233,7 +235,7 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
     if engine.treeless:
         log.warning("%s is served without speculation: %s", config.model, engine.treeless)
     sweep = [rows for rows in SWEEP if rows <= max(2, config.max_nodes)]
-    return engine, CostModel(engine.measure_costs(sweep))
+    return engine, CostModel(engine.measure_costs(sweep, within_s=SWEEP_S))
 
 
 def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:

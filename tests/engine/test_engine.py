@@ -116,6 +116,30 @@ def test_costs_are_measured_for_fitting_passes_and_leave_other_sessions_alone(sm
     assert (engine.forward([GOOD]) == before).all()
 
 
+def test_costs_are_measured_in_the_time_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a slow model the smaller passes alone, once each; the first two in any case."""
+    ran: list[int] = []
+
+    class Slow:
+        """A pass takes a second for each row."""
+
+        compiles_sizes, treeless, rows, slots, context = False, "", 600, 2, 512
+
+        def _try(self, segment: Segment) -> None:
+            ran.append(len(segment.tokens))
+
+        def release(self, slot: int, rows: int) -> None:
+            assert (slot, rows) == (1, 0)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: float(sum(ran)))
+    sizes = [1, 2, 4, 8, 16]
+    for within_s, expected in ((0, [1, 2]), (7, [1, 2, 4]), (10, [1, 2, 4, 1, 2]), (1000, 5 * sizes)):
+        ran.clear()
+        costs = CpuEngine.measure_costs(Slow(), sizes, within_s=within_s)  # type: ignore[arg-type]
+        assert costs == [(count, count) for count in sorted({*expected})]
+        assert ran == expected
+
+
 def test_any_thread_may_run_a_pass_with_the_engines_threads(small: Pair) -> None:
     engine, _ = small
     expected, found = engine.forward([GOOD]), []

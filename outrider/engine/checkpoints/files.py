@@ -38,15 +38,23 @@ class CheckpointFile:
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Return bytes [start, stop). Raises CheckpointError where the file has changed since this was made."""
         content = np.empty(stop - start, np.uint8)
-        with self._opened() as (file, state):
-            self._check(state)
+        with self.opened() as file:
             done = 0
             while done < len(content):
                 if not (more := os.preadv(file, [content[done:].data], start + done)):
                     raise self._changed()
                 done += more
-            self._check(_state(file))
         return content
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Yield a descriptor. Raises CheckpointError where the file has changed since this was made, or does."""
+        with self._opened() as (file, state):
+            self._check(state)
+            try:
+                yield file
+            finally:
+                self._check(_state(file))
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[int, _State]]:

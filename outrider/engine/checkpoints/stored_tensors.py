@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.block_types import IN_BLOCKS, TYPES, check_served, dequantize
-from outrider.engine.checkpoints.files import Content
+from outrider.engine.checkpoints.files import CheckpointFile, Content
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -66,6 +67,16 @@ class ArraySource(Protocol):
     """Tensors of a model, by name; see `StoredTensors.array`."""
 
     def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]: ...
+
+
+class FileRows(NamedTuple):
+    """Rows of a matrix in an open file."""
+
+    descriptor: int
+    start: int  # byte where they begin
+    rows: int
+    row_bytes: int
+    pairs: int  # see `StoredTensor`
 
 
 class StoredTensors:
@@ -168,6 +179,26 @@ class StoredTensors:
         content = stored.read(*((part.start, part.stop) if part else (0, 0))).reshape(len(part), -1)
         self._count(stored)
         return content[:, block.row_bytes(wanted.start) : block.row_bytes(wanted.stop)]
+
+    @contextmanager
+    def in_file(self, name: str, *shape: int, rows: slice = ALL) -> Iterator[FileRows | None]:
+        """Yield where a file has rows of a matrix of that shape; None: nowhere as they are needed.
+
+        Raises CheckpointError as `array`.
+        """
+        stored = self.check(name, *shape)
+        part = range(shape[0])[rows]
+        if not isinstance(stored, StoredTensor) or not isinstance(stored.file, CheckpointFile) or len(shape) != 2:
+            yield None
+            return
+        head = 2 * stored.pairs or 1
+        if part.start % head or part.stop % head:
+            yield None
+            return
+        each = stored.bytes // max(1, shape[0])
+        with stored.file.opened() as file:
+            yield FileRows(file, stored.start + part.start * each, len(part), each, stored.pairs)
+        self._count(stored)
 
     def order(self, name: str) -> NDArray[np.int32] | None:
         """Return the input of each column of a matrix's blocks; None: they are in order. It is one of `files`."""

@@ -84,6 +84,7 @@ class CpuEngine(Engine):
                 features=settings.features,
                 unpadded_vocabulary=config.unpadded_vocabulary,
                 samples_tokens=True,
+                compiles_sizes=False,
                 computed_by=_computed_by(sizes["instructions"], dtype),
             )
         )

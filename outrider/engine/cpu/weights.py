@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,29 +51,39 @@ def load_layers(
     def in_blocks(it: WeightPart) -> bool:
         return stored and source.kind(it.name) in IN_BLOCKS
 
-    def take(it: WeightPart, rows: int = 0) -> Weight:
-        """Return a weight, with zeros below it where it has fewer than `rows`."""
-        part = {"rows": it.rows, "columns": it.columns}
-        read = source.blocks if in_blocks(it) else source.array
-        found = read(it.name, *it.shape, **part)
+    def take(it: WeightPart, files: ExitStack, rows: int = 0) -> Weight:
+        """Return where a file has a weight, until `files` are closed; or an array, with zeros below the weight where it
+        has fewer than `rows`.
+        """
+        kind, blocks = source.kind(it.name), in_blocks(it)
+        complete = len(range(it.shape[0])[it.rows]) >= rows and range(it.shape[-1])[it.columns] == range(it.shape[-1])
+        if complete and (blocks or kind not in IN_BLOCKS):
+            lies = files.enter_context(source.in_file(it.name, *it.shape, rows=it.rows))
+            if lies is not None:
+                return kind, lies
+        read = source.blocks if blocks else source.array
+        found = read(it.name, *it.shape, rows=it.rows, columns=it.columns)
         if rows > len(found):
             found = np.pad(found, ((0, rows - len(found)), (0, 0)))
         found = np.ascontiguousarray(found)
-        if not in_blocks(it):
+        if not blocks:
             return found
         order = source.order(it.name)
-        return (source.kind(it.name), found) if order is None else (source.kind(it.name), found, order)
+        return (kind, found) if order is None else (kind, found, order)
 
     for index, layer in enumerate(kept):
         parts = shard.layer(config, layer)
         _check_orders(source, parts)
-        model.set_layer(index, {what: take(part) for what, part in parts.items()})
+        with ExitStack() as files:
+            model.set_layer(index, {what: take(part, files) for what, part in parts.items()})
     ends = shard.ends(config)
     rows = ends["embedding"]
     if in_blocks(rows):
         rows = rows._replace(columns=ALL)  # blocks may not end where a rank's columns do
-    embedding = None if config.tied and shard.of == 1 else take(rows)  # None: that of the head
-    model.set_ends(embedding, take(ends["norm"]), take(ends["head"], -(-config.vocabulary // shard.of)))
+    with ExitStack() as files:
+        embedding = None if config.tied and shard.of == 1 else take(rows, files)  # None: that of the head
+        head = take(ends["head"], files, -(-config.vocabulary // shard.of))
+        model.set_ends(embedding, take(ends["norm"], files), head)
 
 
 def _check_orders(source: Weights, parts: Mapping[str, WeightPart]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -67,6 +68,7 @@ class Traits:
     restricts_tokens: bool = False  # whether `sample` applies filters; penalties only where it returns two candidates
     grows_trees: bool = False  # whether `grow` runs several levels of trees in one call
     begins_next_pass: bool = False  # whether `run_on` begins the pass that follows
+    compiles_sizes: bool = True  # whether the first pass of a size compiles kernels for it
     frees_host: bool = False  # whether a pass runs on a device, so that the CPU is free meanwhile
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # the features that passes return beside logits; None: no features
@@ -192,13 +194,18 @@ class Engine(Traits, ABC):
     def close(self) -> None:
         """Release what other processes hold for this engine. No call may follow."""
 
-    def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 5) -> list[tuple[int, float]]:
+    def measure_costs(
+        self, tokens: Sequence[int], context: int = 256, repeats: int = 5, within_s: float = math.inf
+    ) -> list[tuple[int, float]]:
         """Return the seconds of a pass over n rows of one session behind `context` rows, for each n of `tokens`.
 
         The fastest of `repeats` passes counts, because whatever else the machine does only adds time. Each round
         measures all n, so that a busy moment does not fall on one n alone. Overwrites rows of the last slot. Where a
         slot has too few rows, the context is shorter, and an n that does not fit at all is left out. An engine without
         trees is measured without a context, because it would have to read that context again each time.
+
+        A pass that would not end in `within_s` seconds is left out, but for one each of the first two n: of a slow
+        model the largest n have no pass, and are not returned.
         """
         context = 0 if self.treeless else context
         segments = {}
@@ -207,13 +214,19 @@ class Engine(Traits, ABC):
                 prefix = min(context, self.rows - count, self.context - 1)
                 zeros = np.zeros(count, np.int64)
                 segments[count] = Segment(self.slots - 1, prefix, zeros, np.full(count, prefix, np.int64))
-                self._try(segments[count])  # oneDNN compiles its kernels for this size
-        fastest = dict.fromkeys(segments, float("inf"))
+                if self.compiles_sizes:
+                    self._try(segments[count])
+        fastest: dict[int, float] = {}
+        until = time.perf_counter() + within_s
         for _ in range(repeats):
+            took = 0.0
             for count, segment in segments.items():
                 start = time.perf_counter()
+                if len(fastest) >= 2 and start + fastest.get(count, took) > until:
+                    break
                 self._try(segment)
-                fastest[count] = min(fastest[count], time.perf_counter() - start)
+                took = time.perf_counter() - start
+                fastest[count] = min(fastest.get(count, took), took)
         self.release(self.slots - 1, 0)
         return list(fastest.items())
 

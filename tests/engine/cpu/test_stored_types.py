@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 from outrider import _native
 from outrider.engine.checkpoints.block_types import QUANTIZED, TYPES
+from outrider.engine.checkpoints.stored_tensors import FileRows, StoredTensors
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.interface.features import Features
@@ -152,12 +155,56 @@ def test_blocks_that_are_none_are_refused() -> None:
     model = _native.Model("stored", "stored", "bfloat16", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
     norm = np.ones(256, np.float32)
     for head, problem in (
-        (bad(np.zeros((32, 143), np.uint8)), "blocks are rows of bytes"),
+        (bad(np.zeros((32, 143), np.uint8)), "another shape"),
         (bad(np.zeros((32, 144), np.uint8), "q4_m"), "no format of blocks is named q4_m"),
         (bad(np.zeros((31, 144), np.uint8)), "another shape"),
         (bad(np.zeros((32, 288), np.uint8)), "another shape"),
         (bad(np.zeros((32, 18), np.uint8), "q4_0"), "another shape"),
         (bad(np.zeros(144, np.uint8)), "blocks are rows of bytes"),
+        (("q4_k", FileRows(0, 0, 31, 144, 0)), "another shape"),
+        (("q4_k", FileRows(0, 0, 32, 143, 0)), "another shape"),
+        (("bf16", FileRows(0, 0, 32, 511, 0)), "another shape"),
+        (("q4_k", FileRows(-1, 0, 32, 144, 0)), "no rows of a file"),
+        (("q4_k", FileRows(0, -1, 32, 144, 0)), "no rows of a file"),
+        (("q4_k", FileRows(0, 0, 32, 144, 5)), "no rows of a file"),
     ):
         with pytest.raises(ValueError, match=problem):
             model.set_ends(None, norm, head)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    angles, norm = np.zeros((8, 8), np.float32), np.ones(256, np.float32)
+    shape = (512, 512, 256, 1, 1, 1, 16, 32, 8, 1, 8, 1e-5, 0)
+    (tmp_path / "weights").write_bytes(bytes(511 * 144))
+    kinds = ("stored", "stored", "bfloat16")
+    for threads in (1, 2):
+        model = _native.Model(*kinds, shape, angles, angles, threads, "", (), False, (0, 0.0, ()))
+        with (tmp_path / "weights").open("rb") as file:
+            lies = FileRows(file.fileno(), 0, 512, 144, 0)
+            with pytest.raises(RuntimeError, match="has become shorter"):
+                model.set_ends(None, norm, ("q4_k", lies))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            model.set_ends(None, norm, ("q4_k", lies))
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0", "bf16", "f32"])
+def test_weights_that_are_read_from_the_file_are_those_of_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys have the rows of their pairs beside one another there."""
+    file = model_file(tmp_path / "model.gguf", lambda _: kind, tied=False)
+    found = load(file).forward([prompt(0, np.arange(40))])
+    monkeypatch.setattr(StoredTensors, "in_file", lambda *_, **__: nullcontext())
+    in_memory = load(file).forward([prompt(0, np.arange(40))])
+    assert in_memory.tobytes() == found.tobytes()
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_named(tmp_path: Path) -> None:
+    file = model_file(tmp_path / "model.gguf", mixed)
+
+    def cut(done: float) -> None:
+        if done > 0.5:
+            os.truncate(file, file.stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=r"model\.gguf: has changed while it was read"):
+        load(file, progress=cut)

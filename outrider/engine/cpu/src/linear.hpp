@@ -1,10 +1,14 @@
 // Packs the weights of checkpoints into panels, quantized where the linear's kind requires it.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 #include <vector>
 
 #include "blocks.hpp"
@@ -15,13 +19,18 @@ namespace outrider {
 
 inline size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
 
-// A matrix, or a vector as one row, in memory of the caller.
+// A matrix, or a vector as one row, in memory of the caller or in a file.
 struct Array {
   enum class Type { float32, float16, bfloat16, blocks } type = Type::float32;
   const void* data = nullptr;
   int64_t rows = 0, columns = 0;
   Format format = Format::q8_0;  // of blocks
   const int32_t* order = nullptr;  // of blocks: the input of each column; null: the columns are in the order of the inputs
+  int file = -1;      // that has the rows, where no memory has them
+  int64_t start = 0;  // its byte where they begin
+  int pairs = 0;      // of the rows of a head, if the two rows of a pair are neighbours in the file; else 0
+
+  bool given() const { return data || file >= 0; }
 
   size_t row_bytes() const {
     const Layout& it = layout_of(format);
@@ -29,8 +38,10 @@ struct Array {
   }
   const uint8_t* row(int64_t number) const { return static_cast<const uint8_t*>(data) + size_t(number) * row_bytes(); }
 
-  void read(int64_t number, float* out) const {
-    const uint8_t* from = row(number);
+  void read(int64_t number, float* out) const { values(row(number), out); }
+
+  // The values of a row.
+  void values(const uint8_t* from, float* out) const {
     if (type == Type::float32) {
       std::memcpy(out, from, columns * sizeof(float));
     } else if (type == Type::blocks) {
@@ -41,6 +52,48 @@ struct Array {
       for (int64_t i = 0; i < columns; i++) out[i] = type == Type::bfloat16 ? widened(in[i]) : half_value(in[i]);
     }
   }
+};
+
+// Reads rows of an array, those of a file some at a time: a map of the file would end the process where the file shrinks.
+class RowReader {
+ public:
+  explicit RowReader(const Array& array) : array_(array), each_(array.row_bytes()) {}
+
+  // Return a row, until the next call. Throws system_error, and runtime_error where the file is shorter.
+  const uint8_t* row(int64_t number) {
+    if (array_.data) return array_.row(number);
+    if (number < first_ || number >= end_) load(number);
+    return buffer_.data() + size_t(number - first_) * each_;
+  }
+
+ private:
+  void load(int64_t first) {
+    first_ = first, end_ = std::min<int64_t>(first + LANES, array_.rows);
+    buffer_.resize(size_t(end_ - first_) * each_);
+    if (!array_.pairs) return read(first_, buffer_.data(), buffer_.size());
+    const int64_t pairs = array_.pairs;
+    for (int64_t r = first_; r < end_; r++) {
+      const int64_t head = r / (2 * pairs), half = r / pairs % 2;
+      read(2 * (head * pairs + r % pairs) + half, buffer_.data() + size_t(r - first_) * each_, each_);
+    }
+  }
+
+  // Reads bytes from a row of the file on.
+  void read(int64_t row, uint8_t* to, size_t bytes) const {
+    off_t at = off_t(array_.start + row * int64_t(each_));
+    while (bytes) {
+      const ssize_t done = pread(array_.file, to, bytes, at);
+      if (done < 0 && errno == EINTR) continue;
+      if (done < 0) throw std::system_error(errno, std::generic_category());
+      if (!done) throw std::runtime_error("a file of weights has become shorter");
+      to += done, at += done, bytes -= size_t(done);
+    }
+  }
+
+  const Array& array_;
+  const size_t each_;  // bytes of a row
+  std::vector<uint8_t> buffer_;
+  int64_t first_ = 0, end_ = 0;  // rows that it holds
 };
 
 // A linear and the memory of its weights.
@@ -103,13 +156,15 @@ class PackedLinear : public Linear {
   // Sets rows [begin, end) of a weight as outputs first + begin, ... See Model::Piece.
   void fill(const Array& weight, int first, int step_panels, int phase, int begin, int end) {
     std::vector<float> row(padded, 0.0f);
+    RowReader rows(weight);
     for (int r = begin; r < end; r++) {
+      const uint8_t* from = rows.row(r);
       if (weight.type == Array::Type::blocks && (kind == Kind::blocks || kind == Kind::float8)) {
         const int o = place(r, first, step_panels, phase);
-        kind == Kind::blocks ? set_blocks(o, weight.row(r)) : set_eighths(o, weight.row(r), weight.format);
+        kind == Kind::blocks ? set_blocks(o, from) : set_eighths(o, from, weight.format);
         continue;
       }
-      weight.read(r, row.data());
+      weight.values(from, row.data());
       set(place(r, first, step_panels, phase), row.data());
     }
   }
@@ -200,9 +255,12 @@ class PackedLinear : public Linear {
 
   // Sets the weights of output `o` from the blocks of a file.
   void set_blocks(int o, const uint8_t* row) {
-    const Format format = panels_[o / LANES].format;
-    const Layout& it = layout_of(format);
-    for (int unit = 0; unit < inputs / it.unit; unit++) set_block(o, unit, read_block(format, row + unit * it.block_bytes));
+    const Panel& panel = panels_[o / LANES];
+    as_constant(panel.format, [&](auto format) {
+      constexpr Layout it = layout_of(format);
+      for (int unit = 0; unit < inputs / it.unit; unit++)
+        write_unit(format, read_block(format, row + unit * it.block_bytes), panel.data + size_t(unit) * unit_bytes(it), o % LANES);
+    });
   }
 
   size_t groups() const { return group ? size_t(inputs + group - 1) / group : 0; }  // of inputs that share a scale

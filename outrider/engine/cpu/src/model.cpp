@@ -11,6 +11,7 @@ namespace {
 constexpr int APART = 32;  // up to this many rows each thread packs its own copy of the inputs (no barrier)
 constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights up to which a cache may hold them
 constexpr size_t FAR = 4096;                 // bytes of a panel to prefetch ahead, for weights in memory
+constexpr int RUN = 4 * LANES;  // rows that a thread packs at a time: complete panels, because their outputs share cache lines
 constexpr int PANELS = 8;  // panels that all tiles of rows use before the next ones, while a core's cache holds them
 
 }  // namespace
@@ -53,7 +54,7 @@ PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, in
     if (all(Array::Type::bfloat16)) kind = Kind::bfloat16;
     if (all(Array::Type::float16)) kind = Kind::float16;
   }
-  const bool biased = pieces[0].bias.data != nullptr;
+  const bool biased = pieces[0].bias.given();
   PackedLinear linear;
   if (kind == Kind::blocks) {
     std::vector<Format> formats(size_t(outputs + LANES - 1) / LANES, Format::q4_1);
@@ -79,22 +80,28 @@ PackedLinear Model::packed(WeightType type, const std::vector<Piece>& pieces, in
 
 void Model::fill(PackedLinear& linear, const Piece& piece) {
   const int count = int(piece.weight.rows);
-  // A thread packs complete panels, because the outputs of a panel share cache lines.
+  std::atomic<int> next{0};
+  std::vector<std::exception_ptr> failed(size_t(pool_.size()));
   pool_.run([&](int thread) {
-    const int blocks = (count + LANES - 1) / LANES;
-    const int begin = blocks * thread / pool_.size() * LANES, end = blocks * (thread + 1) / pool_.size() * LANES;
-    linear.fill(piece.weight, piece.first, piece.step_panels, piece.phase, begin, std::min(end, count));
+    try {
+      for (int begin; (begin = next.fetch_add(RUN)) < count;)
+        linear.fill(piece.weight, piece.first, piece.step_panels, piece.phase, begin, std::min(begin + RUN, count));
+    } catch (...) {
+      failed[size_t(thread)] = std::current_exception();
+    }
   });
-  if (!piece.bias.data) return;
+  for (const auto& error : failed)
+    if (error) std::rethrow_exception(error);
+  if (!piece.bias.given()) return;
   std::vector<float> values(count);
-  piece.bias.read(0, values.data());
+  piece.bias.values(RowReader(piece.bias).row(0), values.data());
   for (int r = 0; r < count; r++)
     linear.bias[PackedLinear::place(r, piece.first, piece.step_panels, piece.phase)] = values[r];
 }
 
 std::vector<float> Model::norm_of(const Array& weight, int padded) const {
-  std::vector<float> values(weight.data ? padded : 0, 0.0f);
-  if (weight.data) weight.read(0, values.data());
+  std::vector<float> values(weight.given() ? padded : 0, 0.0f);
+  if (weight.given()) weight.values(RowReader(weight).row(0), values.data());
   return values;
 }
 
@@ -116,11 +123,12 @@ void Model::set_layer(int index, const LayerArrays& given) {
 void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {
   norm_ = norm_of(norm, int(wide_));
   head_ = packed(head_type_, {{head, Array()}}, head_tokens());
-  if (embedding.data || !head_.keeps(head.type)) {  // otherwise the rows of the embedding are read from the packed head
-    embedding_ = embedding.data ? embedding : head;
-    const size_t bytes = size_t(embedding_.rows) * embedding_.row_bytes();
-    embedding_memory_ = Memory(bytes, false);
-    std::memcpy(embedding_memory_.as<void>(), embedding_.data, bytes);
+  if (embedding.given() || !head_.keeps(head.type)) {  // otherwise the rows of the embedding are read from the packed head
+    embedding_ = embedding.given() ? embedding : head;
+    const size_t each = embedding_.row_bytes();
+    embedding_memory_ = Memory(size_t(embedding_.rows) * each, false);
+    RowReader rows(embedding_);
+    for (int64_t r = 0; r < embedding_.rows; r++) std::memcpy(embedding_memory_.as<uint8_t>() + size_t(r) * each, rows.row(r), each);
     embedding_.data = embedding_memory_.as<void>();
   }
   if (weight_bytes() > CACHED) prefetch_further();

@@ -128,18 +128,37 @@ Format format_named(const char* name) {
   throw std::invalid_argument(std::string("no format of blocks is named ") + name);
 }
 
-// The blocks of a weight: the name of their format, and bytes, a row of them for each of the weight's. Columns that are not in the
-// order of the inputs have the number of each one's input beside them.
-Array in_blocks(Buffers& held, PyObject* object) {
+// An array without its rows, of a type or a format of blocks that a file names.
+Array array_named(const std::string& name) {
+  Array it;
+  if (name == "f32") it.type = Array::Type::float32;
+  else if (name == "f16") it.type = Array::Type::float16;
+  else if (name == "bf16") it.type = Array::Type::bfloat16;
+  else it.type = Array::Type::blocks, it.format = format_named(name.c_str());
+  return it;
+}
+
+// A weight as rows of bytes: the name of its type, and the rows in memory or in a file. Columns that are not in the order of the
+// inputs have the number of each one's input beside them.
+Array in_rows(Buffers& held, PyObject* object, int64_t columns) {
   const char* name;
   PyObject *bytes, *order = nullptr;
   if (!PyArg_ParseTuple(object, "sO|O", &name, &bytes, &order)) throw PythonError();
-  held.push_back(std::make_unique<Buffer>(bytes, false));
-  const Buffer& buffer = *held.back();
-  const Format format = format_named(name);
-  const Layout& layout = layout_of(format);
-  if (buffer.dimensions() != 2 || buffer.size(1) % layout.block_bytes) throw std::invalid_argument("blocks are rows of bytes");
-  Array it{Array::Type::blocks, buffer.as<uint8_t>('B', 0), buffer.size(0), buffer.size(1) / layout.block_bytes * layout.unit, format};
+  Array it = array_named(name);
+  it.columns = columns;
+  if (it.type == Array::Type::blocks && columns % layout_of(it.format).unit) throw std::invalid_argument("a row is whole blocks");
+  long long start, rows, row_bytes;
+  if (PyTuple_Check(bytes)) {
+    if (!PyArg_ParseTuple(bytes, "iLLLi", &it.file, &start, &rows, &row_bytes, &it.pairs)) throw PythonError();
+    if (it.file < 0 || start < 0 || it.pairs < 0 || (it.pairs && rows % (2 * it.pairs))) throw std::invalid_argument("no rows of a file");
+    it.start = start, it.rows = rows;
+  } else {
+    held.push_back(std::make_unique<Buffer>(bytes, false));
+    const Buffer& buffer = *held.back();
+    if (buffer.dimensions() != 2) throw std::invalid_argument("blocks are rows of bytes");
+    it.data = buffer.as<uint8_t>('B', 0), it.rows = buffer.size(0), row_bytes = buffer.size(1);
+  }
+  if (uint64_t(row_bytes) != it.row_bytes()) throw std::invalid_argument("a weight has another shape than the model");
   if (order) {
     held.push_back(std::make_unique<Buffer>(order, false));
     it.order = held.back()->as<int32_t>('i', it.columns);
@@ -158,7 +177,7 @@ Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
   if (object == Py_None) return {};
   Array it;
   if (PyTuple_Check(object)) {
-    it = in_blocks(held, object);
+    it = in_rows(held, object, columns);
   } else {
     held.push_back(std::make_unique<Buffer>(object, false));
     it = held.back()->array();
@@ -203,11 +222,11 @@ PyObject* set_layer(Object& self, PyObject* args) {
   for (const auto& field : fields) {
     PyObject* weight = PyDict_GetItemString(weights, field.name);
     if (weight) known++, *field.array = taken(held, weight, field.rows, field.columns);
-    if (field.needed && !field.array->data) throw std::invalid_argument(std::string("a weight is missing: ") + field.name);
+    if (field.needed && !field.array->given()) throw std::invalid_argument(std::string("a weight is missing: ") + field.name);
   }
   if (known != PyDict_Size(weights)) throw std::invalid_argument("a layer has no weight of that name");
-  if (!a.query_bias.data != !a.key_bias.data || !a.query_bias.data != !a.value_bias.data || !a.gate_bias.data != !a.up_bias.data ||
-      !a.query_norm.data != !a.key_norm.data)
+  if (a.query_bias.given() != a.key_bias.given() || a.query_bias.given() != a.value_bias.given() ||
+      a.gate_bias.given() != a.up_bias.given() || a.query_norm.given() != a.key_norm.given())
     throw std::invalid_argument("some biases or norms are missing");
   ExclusiveCall call(self);
   self.model->set_layer(index, a);
@@ -224,7 +243,7 @@ PyObject* set_ends(Object& self, PyObject* args) {
   const Array e = taken(held, embedding, it.vocabulary, PyTuple_Check(embedding) ? it.width : it.width / model.ranks());
   const Array n = taken(held, norm, 1, it.width);
   const Array h = taken(held, head, model.head_tokens(), it.width);
-  if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
+  if (!(e.given() || model.ranks() == 1) || !n.given() || !h.given()) throw std::invalid_argument("a weight is missing");
   ExclusiveCall call(self);
   self.model->set_ends(e, n, h);
   return nullptr;

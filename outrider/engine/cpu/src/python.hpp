@@ -8,6 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "exchange.hpp"
@@ -86,6 +87,9 @@ PyObject* guarded(Work work) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
   } catch (const RankGone& error) {
     PyErr_SetString(PyExc_ConnectionError, error.what());
   } catch (const std::exception& error) {
