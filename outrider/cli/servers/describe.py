@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ DECODE_TOKENS = 2  # tokens in a decode step of one session
 CONTEXT = 256  # tokens in the KV cache before a measured pass
 ROUNDS = 8
 REPEATS = 3  # passes in a round
+MEASURING_S = 10.0  # after which no further round begins: one of a model of 8B takes longer on two cores
 TIMEOUT_S = 5.0
 OVERLAP_MODES = {"turns": "take turns with the steps", "ahead": "draft on while a step runs", "rest": "rest"}
 
@@ -58,6 +60,10 @@ def describe(
     backend: Annotated[Backend, typer.Option(help="Backend for a checkpoint.")] = "auto",
     dtype: Annotated[
         Dtype, typer.Option(help="Type of a checkpoint's weights; auto: bfloat16, or as a GGUF file has them.")
+    ] = "auto",
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        typer.Option(help="Type of a checkpoint's keys and values; int8: for the compiled kernels alone."),
     ] = "auto",
     layers: Annotated[int | None, typer.Option(help="Load only the first N layers. [default: all layers]")] = None,
     skip: Annotated[
@@ -91,10 +97,19 @@ def describe(
             folder = checkpoint_folder(target)
             rows, skipped = CONTEXT + TOKENS[-1] + 1, skip or ()
             load = partial(
-                load_engine, folder, dtype=dtype, layers=layers, skip=skipped, slots=1, rows=rows, threads=threads
+                load_engine,
+                folder,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                layers=layers,
+                skip=skipped,
+                slots=1,
+                rows=rows,
+                threads=threads,
             )
             if chosen_backend(folder, backend) == "native":
-                how = f"{dtype}, {threads} thread{'s' if threads > 1 else ''}"
+                kv = "" if kv_dtype == "auto" else f" with KV in {kv_dtype}"
+                how = f"{dtype}{kv}, {threads} thread{'s' if threads > 1 else ''}"
                 _describe_folder(screen, folder, load, layers, skipped, how)
             else:
                 _describe_any(screen, folder, load)
@@ -182,10 +197,13 @@ def _measure(engine: Engine, on_round: Callable[[], None]) -> Costs:
     `on_round` is called after each round.
     """
     fastest: Costs = {}
+    until = time.monotonic() + MEASURING_S
     for _ in range(ROUNDS):
         for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
             fastest[tokens] = min(fastest.get(tokens, seconds), seconds)
         on_round()
+        if time.monotonic() > until:
+            break
     return fastest
 
 

@@ -59,6 +59,10 @@ def verify(
         Literal["float32", "bfloat16"],
         typer.Option(help="Type of the verifier's weights; it decides what a near tie is."),
     ] = "float32",
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        typer.Option(help="Type of keys and values in the cluster to start; int8: not compared with transformers."),
+    ] = "auto",
     numerics: Annotated[Literal["fast", "invariant"], typer.Option(help="Numerics of the cluster to start.")] = "fast",
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent texts.")] = 4,
     reference: Annotated[
@@ -93,8 +97,8 @@ def verify(
         if folder is None:
             raise ConfigError("flags: checkpoint: is needed with --address, for the tokenizer and for transformers")
         temperatures = temperature or list(TEMPERATURES)
-        installed = find_spec("transformers") is not None
-        check_rule(rule, temperatures, with_reference=reference and installed)
+        judged = reference and find_spec("transformers") is not None and kv_dtype == "auto"  # its KV is never int8
+        check_rule(rule, temperatures, with_reference=judged)
         chosen = read_prompts(folder, prompts, prompt, count)
         if adapter is not None and address is not None and not model:
             raise ConfigError(
@@ -102,12 +106,12 @@ def verify(
             )
         constraint = _constraint(schema, regex)
         served = None if adapter is None or address is not None else await asyncio.to_thread(adapter.resolve)
-        judge = await asyncio.to_thread(_reference, folder, adapter) if reference and installed else None
+        judge = await asyncio.to_thread(_reference, folder, adapter) if judged else None
         terminal = Console(stderr=True, highlight=False)
         work = plan(chosen, temperatures, seeds)
         async with (
             _cluster(
-                address, target, drafter, dtype, numerics, concurrency + SPARE_SLOTS, served, terminal.print
+                address, target, drafter, dtype, kv_dtype, numerics, concurrency + SPARE_SLOTS, served, terminal.print
             ) as router,
             AsyncClient(router) as client,
         ):
@@ -149,7 +153,8 @@ def verify(
             "target may also be too fast for drafts to arrive in time: outrider pad makes a slower one."
         )
     if all(case.reference_verdict is None and not case.quantiles for case in cases):
-        print(f"Not compared with transformers: {'it is not installed' if reference else '--no-reference'}.")
+        missing = "it is not installed" if kv_dtype == "auto" else f"KV is {kv_dtype}"
+        print(f"Not compared with transformers: {missing if reference else '--no-reference'}.")
     if json_file is not None:
         json_file.write_text(json.dumps([entry(case) for case in cases], indent=1), encoding="utf-8")
     print(last_line(cases), flush=True)
@@ -259,6 +264,7 @@ async def _cluster(
     target: Path,
     drafter: Path,
     dtype: Any,
+    kv_dtype: Any,
     numerics: Any,
     slots: int,
     adapter: Path | None,
@@ -285,6 +291,7 @@ async def _cluster(
                 model=target,
                 name="target",
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 numerics=numerics,
                 slots=slots,
                 adapters=None if adapter is None else adapter.parent,

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from bench.peers.gguf import write_gguf
 from outrider._native import instruction_sets
 from outrider.cli.main import app
+from outrider.cli.servers import describe as describing
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.settings import EngineSettings
 from outrider.rpc.server import serving
 from outrider.v1 import (
@@ -149,6 +151,21 @@ def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
     rows = re.findall(r"^ (\d+) (\d+\.\d\d) *$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [2, 4, 8, 16, 32, 64]
     assert result.stdout.splitlines()[-1] == f"describe: trees=yes decode_ms={rows[0][1]}"
+    result = CliRunner().invoke(app, ["describe", str(folder), "--kv-dtype", "int8"], env={"COLUMNS": "100"})
+    assert "auto with KV in int8, 1 thread)" in re.sub(" +", " ", result.stdout)
+
+
+def test_a_slow_model_is_measured_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def measure_costs(self: Engine, tokens: Sequence[int], context: int, repeats: int) -> list[tuple[int, float]]:
+        asked.append(repeats)
+        return [(count, 0.1 / len(asked)) for count in tokens]
+
+    monkeypatch.setattr(CpuEngine, "measure_costs", measure_costs)
+    monkeypatch.setattr(describing, "MEASURING_S", -1.0)
+    result = CliRunner().invoke(app, ["describe", str(make_checkpoint(tmp_path, "qwen3"))])
+    assert (asked, result.stdout.splitlines()[-1]) == ([3], "describe: trees=yes decode_ms=100.00")
 
 
 def test_a_gguf_file_is_described_and_held_against_a_folder(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
     assert sum(entry["accepted"] for entry in entries) > 0
 
 
+def test_texts_over_kv_in_int8_are_exact_and_need_no_transformers() -> None:
+    done = run("--count", "1", "--seeds", "1", "--max-tokens", "80", "--kv-dtype", "int8")
+    assert done.returncode == 0, done.stderr
+    assert "Not compared with transformers: KV is int8." in done.stdout
+    assert re.search(r"^verify: texts=2 tokens=320 identical=2 near_ties=0 bugs=0 ", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
