@@ -1,4 +1,4 @@
-"""Quantized types: passes, prompts and whole texts of our engine and of llama.cpp, over the same files.
+"""Quantized types: passes, prompts, whole texts and logits of our engine and of llama.cpp, over the same files.
 
 The model is a GGUF file that other people made, as it is and padded to the sizes of real models.
 """
@@ -6,6 +6,7 @@ The model is a GGUF file that other people made, as it is and padded to the size
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,23 +16,25 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from bench.engine.gaps import TEXTS, LogitGap, logits_file
 from bench.engine.passes import LLAMA_CPP, OURS, ROUNDS, PassSource, PassTime, multiplied_weights, pass_limit_s
 from bench.engine.roofline import measure
 from bench.options import SEED, BenchOptions, parameters_of
 from bench.peers.llama_cpp import llama_files, rows_of_worker
 from bench.rows.cluster import BenchCluster, ClusterRow, running
-from bench.rows.processes import resident_mb
+from bench.rows.processes import output, resident_mb
 from bench.rows.requests import BenchRequest
-from bench.rows.row import worker
+from bench.rows.row import BenchRow, Models, worker, worker_row
 from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
 from outrider.hub import Mixture
 
 TYPES: tuple[Mixture, ...] = ("Q4_K_M", "Q4_0", "Q8_0")  # of padded models; of large ones the first alone
-LARGE = 2_000_000_000  # parameters
+LARGE = 2_000_000_000  # parameters; larger models have no row of transformers, which needs 2 bytes for each
 ROWS = (1, 4, 8, 16)
 PROMPT = 1000  # tokens
 TEXT = "Write a short story about a lighthouse keeper and his dog."
-DISTRIBUTED = "distributed"
+DISTRIBUTED, TRANSFORMERS = "distributed", "transformers"
+MOST_TOKENS = 256  # of a text whose logits are compared
 WARM_UP_TOKENS, LEARNING_TOKENS = 16, 256  # the second where a cluster measures how its drafters work best
 
 Progress = Callable[[str], None]  # receives the current activity
@@ -67,6 +70,7 @@ class FormatResults:
     prompts: Sequence[FormatSpeed]
     texts: Sequence[FormatSpeed]
     start: FormatStart | None
+    gaps: Sequence[LogitGap] = ()  # of the file as it is
 
 
 async def measure_formats(options: BenchOptions, file: Path, target: int | None, report: Progress) -> FormatResults:
@@ -76,6 +80,7 @@ async def measure_formats(options: BenchOptions, file: Path, target: int | None,
     passes: list[PassTime] = []
     prompts: list[FormatSpeed] = []
     texts: list[FormatSpeed] = []
+    gaps: list[LogitGap] = []
     start = None
     async with files(options, file, target, lambda what: report(f"{title}: {what}")) as found:
         for dtype, path in found.items():
@@ -83,12 +88,15 @@ async def measure_formats(options: BenchOptions, file: Path, target: int | None,
                 passes += await _passes(options, size, path, both, lambda what: report(f"{title}, {what}"))
                 report(f"{title}, {dtype}: prompts")
                 prompts += await _prompts(options, size, both)
-        if target is not None:
+        if target is None:
+            report(f"{title}: logits beside those of transformers")
+            gaps = await _gaps(options, file)
+        else:
             dtype, path = next(iter(found.items()))
             report(f"{title}, {dtype}: texts")
             found_texts, start = await _texts(options, size, dtype, path, file)
             texts += found_texts
-    return FormatResults(passes, prompts, texts, start)
+    return FormatResults(passes, prompts, texts, start, gaps)
 
 
 @asynccontextmanager
@@ -179,11 +187,15 @@ async def _texts(
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running(options.cluster(path, drafter=drafter)))
         start = await _started_again(cluster, path)
-        rows = [ClusterRow("plain", cluster, "off"), ClusterRow(DISTRIBUTED, cluster, None)]
+        rows: list[BenchRow] = [ClusterRow("plain", cluster, "off"), ClusterRow(DISTRIBUTED, cluster, None)]
         if options.llama_cpp:
             both = {"--target": path, "--draft": drafter}
             peer = await stack.enter_async_context(llama_files(both, read_config(path), options.threads))
-            rows += rows_of_worker(peer)  # type: ignore[arg-type]
+            rows += rows_of_worker(peer)
+        if size <= LARGE:
+            models = Models(path, drafter, "bfloat16", options.threads)
+            started = worker_row(TRANSFORMERS, models, options.cluster(path, drafter=drafter))
+            rows.append(await stack.enter_async_context(started))
         for row in rows:
             warm_up = LEARNING_TOKENS if row.name == DISTRIBUTED else WARM_UP_TOKENS
             await row.generate(BenchRequest(prompt, 1.0, SEED, warm_up))
@@ -193,6 +205,25 @@ async def _texts(
                 found.setdefault(row.name, []).append(sample.tokens_per_s)
             rows.reverse()
     return [FormatSpeed(size, dtype, row, tuple(speeds)) for row, speeds in found.items()], start
+
+
+async def _gaps(options: BenchOptions, file: Path) -> list[LogitGap]:
+    """Return how far our logits and llama.cpp's lie from those of the dequantized model."""
+    from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer
+
+    tokenizer, _ = read_tokenizer(file)
+    texts = [tokenizer.encode(prompt).ids[:MOST_TOKENS] for prompt in dict(options.fresh).values()]
+    with TemporaryDirectory(prefix="outrider-gaps-") as scratch:
+        folder = Path(scratch)
+        (folder / TEXTS).write_text(json.dumps(texts), encoding="utf-8")
+        if options.llama_cpp:
+            async with llama_files({"--target": file}, read_config(file), options.threads) as peer:
+                for number, text in enumerate(texts):
+                    place = str(logits_file(folder, LLAMA_CPP, number))
+                    await peer.request(json.dumps({"logits": text, "file": place}))
+        command = (sys.executable, "-m", "bench.engine.gaps", str(options.threads), str(file), scratch)
+        printed = await output("the logits cannot be compared", *command)
+    return [LogitGap(*json.loads(line)) for line in printed.splitlines()]
 
 
 async def _started_again(cluster: BenchCluster, path: Path) -> FormatStart:

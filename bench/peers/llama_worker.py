@@ -8,7 +8,7 @@ each line of stdin with a line of JSON, until stdin ends. There are four kinds o
   drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
 - {"rows": N}: the seconds of one pass over N tokens after PASS_CONTEXT others. One untimed pass precedes it.
 - {"prompt_rows": N}: the seconds from nothing to the logits after a prompt of N tokens.
-- {"logits": [...]}: the logits after each token of a text.
+- {"logits": [...], "file": FILE}: write the logits after each token of a text to FILE, as numpy does.
 
 Ids from `--unpadded-vocabulary` on are never chosen.
 """
@@ -243,7 +243,8 @@ def serve(
             emit(prompt_seconds(target, request["prompt_rows"]))
         elif "logits" in request:
             target.forget(0)
-            emit(target.decode(request["logits"], 0, len(request["logits"])).tolist())
+            np.save(request["file"], target.decode(request["logits"], 0, len(request["logits"])))
+            emit(None)
         elif request["temperature"] == 0.0:
             emit(generate(target, drafter, greedy, unpadded_vocabulary, request))
         else:

@@ -54,6 +54,8 @@ def print_tables(screen: Console, results: BenchResults) -> None:
     for result in results.formats:
         screen.print(_passes(result.passes))
         screen.print(_speeds(result.prompts, f"prompts of {PROMPT} tokens"))
+        for gap in result.gaps:
+            screen.print(f"logits of {len(gap.mean)} texts beside the dequantized model's, {gap}", markup=False)
         if result.texts:
             screen.print(_speeds(result.texts, "texts at temperature 1"))
         if result.start:

@@ -135,15 +135,13 @@ def _transformers(kind: Kind, target: Path, drafter: Path, dtype: str, threads: 
 
 
 def _model(folder: Path, dtype: str) -> Any:
-    """Load the checkpoint, without an end of text."""
+    """Load the checkpoint, dequantized where it is in GGUF, without an end of text."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from outrider.engine.transformers.pretrained import SAFE_LOADING
+    from outrider.engine.transformers.pretrained import from_pretrained
 
     try:
-        kind = getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **SAFE_LOADING)
+        model: Any = from_pretrained(folder, dtype=getattr(torch, dtype))
     except Exception as error:  # the errors of a bad folder have no common base class
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
     model.eval()

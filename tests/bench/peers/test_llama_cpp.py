@@ -104,7 +104,7 @@ def test_a_pass_is_timed_behind_its_context_and_leaves_no_rows_behind() -> None:
     assert len(model.kv) == PASS_CONTEXT
 
 
-def test_the_worker_answers_each_line() -> None:
+def test_the_worker_answers_each_line(tmp_path: Path) -> None:
     seeds: list[tuple[float, int]] = []
     closed: list[bool] = []
 
@@ -121,16 +121,17 @@ def test_the_worker_answers_each_line() -> None:
         return Sampler()
 
     answers: list[Any] = []
-    lines = [request(0), request(3) | {"temperature": 1.0, "seed": 2**40}, {"rows": 2}, {"logits": [1, 2, 3]}]
+    lines = [request(0), request(3) | {"temperature": 1.0, "seed": 2**40}, {"rows": 2}]
+    lines.append({"logits": [1, 2, 3], "file": str(tmp_path / "logits.npy")})
     drafter = ChainDrafter(Arithmetic(), UNPADDED)
     serve(Arithmetic(), drafter, sampler, UNPADDED, map(json.dumps, lines), answers.append)
-    greedy_text, drawn_text, seconds, logits = answers
+    greedy_text, drawn_text, seconds, _ = answers
     assert len(greedy_text["tokens"]) == len(drawn_text["tokens"]) == 40
     assert greedy_text["tokens"] != drawn_text["tokens"]
     assert seeds == [(1.0, 2**40)]
     assert closed == [True]
     assert seconds > 0.0
-    assert np.array(logits).shape == (3, VOCABULARY)
+    assert np.load(tmp_path / "logits.npy").shape == (3, VOCABULARY)
 
 
 async def test_rows_differ_by_the_length_of_their_chain() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from bench.peers.gguf import write_gguf
 from bench.rows.local import LocalPair
 from bench.rows.requests import BenchRequest
 from bench.rows.row import Models, worker_row
@@ -107,6 +108,16 @@ async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: P
             sampled = [await row.generate(BenchRequest(ask.prompt, 1.0, seed, 24)) for seed in (1, 1, 2)]
             assert sampled[0].tokens == sampled[1].tokens != sampled[2].tokens
         assert texts[0] == texts[1]
+
+
+async def test_transformers_runs_a_gguf_file_dequantized(tmp_path: Path) -> None:
+    write_gguf(MODELS / "drafter", file := tmp_path / "drafter.gguf", "float32")
+    ask, texts = BenchRequest(PROMPT, 0.0, 0, 24), []
+    for model in (MODELS / "drafter", file):
+        models = Models(model, model, "float32", threads=1)
+        async with worker_row("transformers", models, config(model, model)) as row:
+            texts.append((await row.generate(ask)).tokens)
+    assert texts[0] == texts[1]
 
 
 async def test_a_worker_that_cannot_load_reports_the_reason(tmp_path: Path) -> None:
