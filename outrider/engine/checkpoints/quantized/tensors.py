@@ -30,7 +30,7 @@ from outrider.errors import CheckpointError
 
 _WORDS = "I32"
 _FLOATS = ("F32", "F16", "BF16")
-_AWQ = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the output of each code of a word, from the lowest bits on
+_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from the lowest bits on
 _TYPES = {"I32": np.int32, "I64": np.int64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8}
 _SUFFIXES = ("qweight", "weight_packed", "weight")  # of the tensor that has the codes
 
@@ -186,10 +186,12 @@ def _awq(parts: _Parts) -> QuantizedTensor:
     def outputs_of(it: StoredTensor, first: int, last: int) -> Bytes:
         """Return the codes of outputs: [outputs, rows of the tensor]."""
         begin, end = first // 8, -(-last // 8)
-        words = unpacked(_in_words(it)[:, begin:end], 4)
-        ordered = np.empty_like(words)
-        ordered[..., _AWQ] = words
-        return np.ascontiguousarray(ordered.reshape(len(words), -1).T)[first - 8 * begin : last - 8 * begin]
+        words = np.ascontiguousarray(_array(it)[:, begin:end].T).view(np.uint8).reshape(end - begin, -1, 4)
+        found = np.empty((end - begin, 8, words.shape[1]), np.uint8)
+        for code, output in enumerate(_AWQ):
+            packed = words[..., code // 2]
+            found[:, output] = packed >> np.uint8(4) if code % 2 else packed & np.uint8(15)
+        return found.reshape(-1, words.shape[1])[first - 8 * begin : last - 8 * begin]
 
     def rows(first: int, last: int) -> Bytes:
         found = np.ascontiguousarray(_scales(scales).T[first:last])
