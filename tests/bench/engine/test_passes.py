@@ -73,6 +73,7 @@ def test_a_pass_is_timed_behind_its_context(monkeypatch: pytest.MonkeyPatch) -> 
         return forward(segments)
 
     monkeypatch.setattr(engine, "forward", noted)
+    passes.fill_context(engine)
     assert 0.0 < passes.pass_seconds(engine, 12) < 30.0
     assert seen == [(0, 256, 0), (256, 12, 12), (256, 12, 12)]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bench.peers import llama_cpp
 from bench.peers.llama_cpp import ADVICE, BUILD_REQUIREMENTS, CHAINS, VERSION, LlamaRow, build, cmake_commands
-from bench.peers.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, pass_seconds, serve
+from bench.peers.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, serve
 from bench.rows.requests import BenchRequest
 from outrider.errors import ConfigError, Unavailable
 
@@ -99,8 +99,11 @@ def test_a_sampled_text_stays_equal_with_drafts() -> None:
 
 def test_a_pass_is_timed_behind_its_context_and_leaves_no_rows_behind() -> None:
     model = Arithmetic()
-    assert 0.0 < pass_seconds(model, 8) < 10.0
-    assert model.passes == [PASS_CONTEXT, 8, 8]
+    lines = [{"rows": 8}, {"rows": 2}, {"prompt_rows": 9}, {"rows": 4}]
+    seconds: list[Any] = []
+    serve(model, None, lambda *_: None, UNPADDED, map(json.dumps, lines), seconds.append)  # type: ignore[arg-type, return-value]
+    assert all(0.0 < it < 10.0 for it in seconds)
+    assert model.passes == [PASS_CONTEXT, 8, 8, 2, 2, 9, PASS_CONTEXT, 4, 4]
     assert len(model.kv) == PASS_CONTEXT
 
 
