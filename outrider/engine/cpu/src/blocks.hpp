@@ -282,7 +282,7 @@ inline void read_words(const uint8_t* in, int from, uint32_t* codes) {
   }
 }
 
-// Calls `work` with a format as a constant: it is compiled for each, which packs three times as fast.
+// Calls `work` with a format as a constant: it is compiled for each, which packs twice as fast.
 template <class Work, size_t... I>
 inline void as_constant(Format format, Work work, std::index_sequence<I...>) {
   (void)((format == Format(I) && (work(std::integral_constant<Format, Format(I)>()), true)) || ...);
