@@ -7,10 +7,12 @@ with other engines elsewhere.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -102,24 +104,36 @@ def make(
         if kinds[0] != "stored" or not dice.integers(8):
             return weight(rows, columns)
         name = str(dice.choice([*BLOCKS]))  # bytes of which no scale is large, or no number
-        return name, dice.integers(0, 256, (rows, columns // 256 * BLOCKS[name]), dtype=np.uint8) & np.uint8(0x2B)
+        content = dice.integers(0, 256, (rows, columns // 256 * BLOCKS[name]), dtype=np.uint8) & np.uint8(0x2B)
+        if dice.integers(2):
+            return name, content
+        file = os.memfd_create(name)
+        files.callback(os.close, file)
+        os.write(file, content.tobytes())
+        return name, (file, 0, *content.shape, 0 if rows % 8 else 4)
 
     def maybe(there: bool, *sizes: int) -> np.ndarray | None:
         return weight(*sizes) if there else None
 
     queries, keys = heads * dim, kv_heads * dim
-    for layer in range(2):
-        linears = {"query": (queries, width), "key": (keys, width), "value": (keys, width), "output": (width, queries)}
-        linears |= {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
-        given = {name: linear(*size) for name, size in linears.items()}
-        given |= {"attention_norm": weight(width), "ffn_norm": weight(width)}
-        if biased:
-            given |= {f"{name}_bias": weight(size[0]) for name, size in linears.items()}
-        if normed:
-            given |= {"query_norm": weight(dim), "key_norm": weight(dim)}
-        model.set_layer(layer, given)
-    embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
-    model.set_ends(embedding, weight(width), linear(-(-VOCABULARY // of), width))
+    with ExitStack() as files:
+        for layer in range(2):
+            linears = {
+                "query": (queries, width),
+                "key": (keys, width),
+                "value": (keys, width),
+                "output": (width, queries),
+            }
+            linears |= {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
+            given = {name: linear(*size) for name, size in linears.items()}
+            given |= {"attention_norm": weight(width), "ffn_norm": weight(width)}
+            if biased:
+                given |= {f"{name}_bias": weight(size[0]) for name, size in linears.items()}
+            if normed:
+                given |= {"query_norm": weight(dim), "key_norm": weight(dim)}
+            model.set_layer(layer, given)
+        embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
+        model.set_ends(embedding, weight(width), linear(-(-VOCABULARY // of), width))
     kind = "float32" if kinds[0] == "float32" else "bfloat16"
     adapters = [native.Adapter(kind, width, queries, keys, ffn, 2) for _ in range(2)]
     shapes = [[(queries, width), (keys, width), (keys, width)], [(width, queries)], 2 * [(ffn, width)], [(width, ffn)]]
