@@ -88,7 +88,7 @@ def worker(way: Way, model: Path, dtype: str) -> Iterator[subprocess.Popen[str]]
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     process = subprocess.Popen(
         [VLLM / "bin/python", "-P", "-m", "bench.peers.vllm_worker", json.dumps(told)],
