@@ -198,7 +198,7 @@ class RemoteDrafts:
                 if tokens:
                     counts.accepted += row.commit(tokens)
                     news.append(RowNews(row, tokens, row.expected))
-        offers = self._offers(served, most)
+        offers = self._offered(served, most)
         step = None if idle or not began else EngineStep(computed, len(rows), read, now - began)
         if news or step is not None:  # before a wait, and after the rest: the other thread begins at once, and would
             self._fresh.clear()  # have the interpreter for milliseconds
@@ -215,7 +215,7 @@ class RemoteDrafts:
             return None
         return row
 
-    def _offers(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[DraftChain]:
+    def _offered(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[DraftChain]:
         return [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
 
     def _waited(
@@ -229,7 +229,7 @@ class RemoteDrafts:
             if left <= 0 or not self._fresh.wait(left):
                 break
             self._fresh.clear()
-            offers = self._offers(rows, most)
+            offers = self._offered(rows, most)
         return offers
 
     def _take(self, rows: Sequence[Row | None], offers: Sequence[DraftChain]) -> list[list[int]]:

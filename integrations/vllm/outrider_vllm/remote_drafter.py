@@ -13,13 +13,14 @@ import functools
 import logging
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import vllm
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from outrider.errors import CheckpointError
+from outrider.hub import checkpoint_folder
 from outrider.upstream.remote_drafts import RemoteDrafts
 from outrider_vllm.metrics import serve_metrics
 from outrider_vllm.requests import RequestTerms, terms_of
@@ -39,9 +40,8 @@ class RemoteDrafter:
         """Raises ValueError for settings that do not hold."""
         model = vllm_config.model_config
         self._settings = Settings.read(vllm_config.additional_config)
-        self._upstream = self._settings.upstream(
-            Path(model.model), model.get_vocab_size(), vllm_config.speculative_config.num_speculative_tokens
-        )
+        self._model = model
+        self._depth = vllm_config.speculative_config.num_speculative_tokens
         self._longest = model.max_model_len
         self._instance = vllm_config.instance_id
         self._drafts: RemoteDrafts | None = None  # None: another rank asks for drafts
@@ -62,9 +62,21 @@ class RemoteDrafter:
         repair()
         if get_tensor_model_parallel_rank() == 0:
             _show_logs()
-            self._drafts = RemoteDrafts(self._upstream)
-            if self._settings.metrics is not None:
-                serve_metrics(self._drafts, self._settings.metrics)
+            self._begin_drafting()
+
+    def _begin_drafting(self) -> None:
+        """Raises ConfigError for an address that cannot be bound."""
+        it = self._model
+        named = f"{it.tokenizer}@{it.tokenizer_revision}" if it.tokenizer_revision else it.tokenizer
+        try:
+            folder = checkpoint_folder(named, weights=False)
+            settings = self._settings.upstream(folder, it.get_vocab_size(), self._depth)
+            self._drafts = RemoteDrafts(settings)
+        except CheckpointError as error:  # a tokenizer of a kind that no drafter can have
+            log.warning("there are no drafts: %s", error)
+            return
+        if self._settings.metrics is not None:
+            serve_metrics(self._drafts, self._settings.metrics)
 
     def propose(
         self,
@@ -90,7 +102,7 @@ class RemoteDrafter:
                     self._drafts.open(name, array("i", text[:length].tobytes()), self._of(name).contract)
                     known = length
                 rows.append((name, text[known:length].tolist()))
-                most.append(min(self._upstream.depth, self._longest - length - 1))
+                most.append(min(self._depth, self._longest - length - 1))
             chains = self._drafts.step(rows, most, read=self._read, idle=self._idle)
             for place, chain in zip(places, chains, strict=True):
                 found[place] = chain

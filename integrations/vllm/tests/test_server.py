@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import yaml
 from outrider.wire import drafter as wire
 from running import REPOSITORY, TARGET, Drafter, running_drafter, wait_until
 
+COMMIT = "0" * 40
 DRAFTED = {"outrider_shared_noise": 1}
 PLAIN = DRAFTED | {"outrider_drafts": 0}
 PROMPTS = [f"The number {number} is" for number in range(6)]
@@ -28,9 +30,16 @@ PROMPTS = [f"The number {number} is" for number in range(6)]
 
 @contextmanager
 def server(drafters: list[str], metrics: int, folder: Path) -> Iterator[str]:
-    """A server's address. `metrics`: port of the drafts' figures. `folder`: for its file."""
+    """The address of a server, whose model has a name of the hub. `metrics`: port of the drafts' figures. `folder`: for
+    its file, and for the hub's cache.
+    """
+    snapshot = folder / "hub/models--acme--target/snapshots" / COMMIT
+    if not snapshot.exists():
+        shutil.copytree(TARGET, snapshot)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs/main").write_text(COMMIT)
     told = {
-        "model": str(TARGET),
+        "model": "acme/target",
         "served-model-name": "target",
         "host": "127.0.0.1",
         "port": free_port(),
@@ -55,7 +64,7 @@ def server(drafters: list[str], metrics: int, folder: Path) -> Iterator[str]:
     }
     (folder / f"{metrics}.yaml").write_text(yaml.safe_dump(told))
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--config", f"{folder}/{metrics}.yaml"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HOME": str(folder)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
     try:
         yield f"http://127.0.0.1:{told['port']}"
