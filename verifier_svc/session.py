@@ -209,16 +209,6 @@ class VerifierSession(UpstreamSession):
             self.arrivals.arrived(now, self.tree_value(), passing=passing)
 
     @property
-    def greedy(self) -> bool:
-        """Whether the target always chooses the likeliest token."""
-        return self.contract.greedy
-
-    @property
-    def representative(self) -> bool:
-        """Whether other sessions may learn from this one."""
-        return self.contract.representative
-
-    @property
     def awaited(self) -> bool:
         """Whether drafters may still send nodes that a step could verify."""
         return self.drafting and not self.terms.resting and self.ceilings.depth > 0 and self.room > 1

@@ -117,16 +117,6 @@ class ForeignSession(UpstreamSession):
         return self.terms.plan
 
     @property
-    def greedy(self) -> bool:
-        """Whether drafts are the likeliest tokens."""
-        return self.contract.greedy
-
-    @property
-    def representative(self) -> bool:
-        """Whether other sessions may learn from this one."""
-        return self.contract.representative
-
-    @property
     def free_nodes(self) -> int:
         """Nodes that the tree still has room for."""
         return CAPACITY - self.tree.size

@@ -223,7 +223,7 @@ class RemoteDrafts:
     ) -> list[DraftChain]:
         """Return the offers once none gets longer, or at that time."""
         while any(
-            row is not None and row.awaits(*it) for row, it in zip(rows, zip(offers, most, strict=False), strict=True)
+            row is not None and row.awaits(offer, limit) for row, offer, limit in zip(rows, offers, most, strict=True)
         ):
             left = until - time.monotonic()
             if left <= 0 or not self._fresh.wait(left):

@@ -152,6 +152,16 @@ class UpstreamSession(ABC):
         """Take the nodes that a drafter's delta added. `passing`: whether a pass runs."""
 
     @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.contract.greedy
+
+    @property
+    def representative(self) -> bool:
+        """Whether other sessions may learn from this one."""
+        return self.contract.representative
+
+    @property
     def features_known(self) -> bool:
         """Whether the session has features, and those of all tokens but the last are known."""
         return self.fused is not None and 1 < len(self.tokens) <= self.fused.known + 1
