@@ -84,7 +84,7 @@ def preemptions(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
 
 
 def sampled(number: int) -> bool:
-    """Whether the session of that number is: few, because which ones are preempted depends on how long passes take."""
+    """Return whether that session is sampled: few are, because how long passes take decides who is preempted."""
     return number % 4 == 1
 
 
