@@ -36,7 +36,7 @@ class DrafterLink:
         self.stub = wire.DrafterStub(channel)
         self.described: wire.DrafterDescription | None = None  # None: it does not answer, or has another tokenizer
         self.attached: set[str] = set()  # sessions
-        self._said = ""
+        self.said = ""  # in the log
 
     @property
     def free(self) -> int:
@@ -61,8 +61,8 @@ class DrafterLink:
         self._say(f"drafts with {found.model}, {found.slots} sessions at once")
 
     def _say(self, what: str) -> None:
-        if what != self._said:
-            self._said = what
+        if what != self.said:
+            self.said = what
             log.info("drafter %s %s", self.address, what)
 
 
@@ -118,6 +118,16 @@ class DrafterLinks:
     def usable(self) -> int:
         """Drafters that answer and may draft."""
         return sum(link.described is not None for link in self._links)
+
+    @property
+    def described(self) -> list[wire.DrafterDescription]:
+        """What these say of themselves."""
+        return [link.described for link in tuple(self._links) if link.described is not None]
+
+    @property
+    def misfits(self) -> list[tuple[str, str]]:
+        """The addresses of the others, and why they do not."""
+        return [(link.address, link.said) for link in tuple(self._links) if link.described is None]
 
     def wake(self) -> None:
         """Have sessions without drafters attached now."""
@@ -177,7 +187,7 @@ class DrafterLinks:
         )
         link.attached.add(session.id)  # also where no answer comes: the drafter may have taken it, and is told its end
         try:
-            await link.stub.Attach(request, timeout=CALL_S)
+            await link.stub.Attach(request, timeout=CALL_S, metadata=session.trace)
         except grpc.aio.AioRpcError as error:
             if error.code() not in UNCERTAIN:
                 link.attached.discard(session.id)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
+
+from opentelemetry.trace import SpanKind
 
 from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.speculation_status import SpeculationReason
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
+from outrider.telemetry.tracing import TRACER, Attributes, Metadata, trace_metadata
 from outrider.upstream.upstream_session import Subscription, UpstreamSession
 from outrider.wire.tickets import OWN_TENANT
 
 CAPACITY = 256  # nodes of a session's tree
 EPOCH = 1  # a session that comes back is another one
 MOST_DRAFTERS = 4  # of a session
+DRAFTING, RESTING = SpeculationReason.DRAFTING, SpeculationReason.RESTING
 
 
 class DraftChain(NamedTuple):
@@ -28,6 +31,10 @@ class DraftChain(NamedTuple):
 
     tokens: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()  # probability of each that it is the target's token, if those before it are
+
+    def first(self, count: int) -> DraftChain:
+        """Return its first drafts."""
+        return DraftChain(self.tokens[:count], self.chances[:count])
 
     def behind(self, tokens: tuple[int, ...]) -> DraftChain:
         """Return what is left of it behind its first tokens; nothing if these are others."""
@@ -46,15 +53,12 @@ class Drafts(NamedTuple):
     beside: dict[tuple[int, int], DraftChain]  # by place in `best` and the token there: what follows this one
     drafting: bool  # whether a drafter may still send more
 
-    def after(self, tokens: tuple[int, ...]) -> DraftChain:
-        """Return what is drafted behind tokens that follow the position; nothing if they leave the drafts."""
-        best = self.best.tokens
-        for place, token in enumerate(tokens):
-            if place >= len(best):
-                return NONE
-            if best[place] != token:
+    def beside_best(self, tokens: tuple[int, ...]) -> DraftChain:
+        """Return what is drafted behind tokens that follow the position, and leave the likeliest path."""
+        for place, (token, best) in enumerate(zip(tokens, self.best.tokens, strict=False)):
+            if token != best:
                 return self.beside.get((place, token), NONE).behind(tokens[place + 1 :])
-        return self.best.behind(tokens)
+        return NONE
 
 
 def drafts_of(tree: TokenTree, *, drafting: bool) -> Drafts:
@@ -88,21 +92,23 @@ class ForeignSession(UpstreamSession):
     def __init__(
         self,
         name: str,
-        tokens: Sequence[int],
+        tokens: list[int],
         contract: Contract,
         plan: Plan,
         vocabulary: int,
         row: Row,
         on_news: Callable[[ForeignSession], None],
+        *,
+        accepts_at_random: bool,
     ) -> None:
-        """`row`: where the drafts are published. `on_news`: called when the tree has changed, or no drafter drafts any
-        more.
+        """`tokens`: its text so far, which is its own from here on. `row`: where the drafts are published. `on_news`:
+        called when the tree has changed, or no drafter drafts any more. `accepts_at_random`: see `RemoteDrafts.open`.
         """
         super().__init__(contract, 0)
         self.id = name
         self.tenant = OWN_TENANT
         self.epoch = EPOCH
-        self.tokens = [*tokens]
+        self.tokens = tokens
         self.answer_position = len(self.tokens)
         self.vocabulary = self.unpadded_vocabulary = vocabulary
         self.tree = TokenTree(self.tokens, capacity=CAPACITY)
@@ -110,6 +116,40 @@ class ForeignSession(UpstreamSession):
         self.terms.set_overlap_mode(OverlapMode.REST)
         self._row = row
         self._on_news = on_news
+        self._accepts_at_random = accepts_at_random
+        about: Attributes = {"outrider.session.id": name, "outrider.position": len(self.tokens)}
+        self._span = TRACER.start_span("drafts", None, SpanKind.INTERNAL, about)
+
+    @property
+    def trace(self) -> Metadata:
+        """What a call for the session carries, so that what it does is in the session's trace."""
+        return trace_metadata(self._span)
+
+    def end(self) -> None:
+        """Dismiss its drafters, and end its trace."""
+        self.dismiss("finished")
+        row = self._row
+        self._span.set_attributes(
+            {
+                "gen_ai.request.id": row.name,
+                "gen_ai.usage.output_tokens": row.length - row.began,
+                "outrider.steps": row.steps,
+                "outrider.nodes.verified": row.drafted,
+                "outrider.nodes.accepted": row.accepted,
+                "outrider.speculation": row.reason,
+            }
+        )
+        self._span.end()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return super().greedy and not self._accepts_at_random
+
+    @property
+    def representative(self) -> bool:
+        """Whether other sessions may learn from this one."""
+        return super().representative and not self._accepts_at_random
 
     @property
     def ceilings(self) -> Plan:
@@ -158,50 +198,66 @@ class ForeignSession(UpstreamSession):
         resting = self.terms.resting
         self._row.drafts = drafts_of(self.tree, drafting=self.drafting and not resting)
         self._row.resting = resting
+        self._row.drafters = [stream.drafter_id for stream in self.subscriptions]
 
 
 class Row:
-    """A session as the engine's thread sees it. Only that thread touches it, but for `drafts`, `resting` and `ended`,
-    which it reads.
+    """A session as the engine's thread sees it. Only that thread touches it, but for `drafts`, `resting`, `drafters`
+    and `ended`, which it reads.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, name: str, length: int) -> None:
+        self.name = name
         self.drafts = Drafts(length - 1, NONE, {}, drafting=False)  # the last that were published
         self.resting = False  # drafts would cost more than they bring
+        self.drafters: list[str] = []  # drafters that draft for it
         self.ended = False  # no step has named it for too long
         self.named = time.monotonic()  # when a step named it last
         self.length = length  # tokens of the text
         self.recent: list[int] = []  # the last of them
         self.given = NONE  # the chain of the last step
+        self.expected = 1.0  # tokens that the pass over it chooses
+        self.reason = SpeculationReason.STARTING  # what the last step verified
+        self.opened = self.named
+        self.began = length  # tokens of the text then
+        self.steps = self.drafted = self.accepted = 0  # passes since then, and their drafts
 
-    def commit(self, tokens: Sequence[int]) -> int:
+    def commit(self, tokens: list[int]) -> int:
         """Take the tokens of a step. Return how many of the given chain they accept."""
-        accepted, given = 0, self.given.tokens
-        most = min(len(given), len(tokens))
-        while accepted < most and given[accepted] == tokens[accepted]:
-            accepted += 1
+        given, new = self.given.tokens, tuple(tokens)
+        accepted = min(len(given), len(new))
+        while given[:accepted] != new[:accepted]:
+            accepted -= 1
         self.recent += tokens
         if len(self.recent) > 2 * CAPACITY:
             del self.recent[:-CAPACITY]
-        self.length += len(tokens)
+        self.length += len(new)
+        self.steps += 1
+        self.drafted += len(given)
+        self.accepted += accepted
         return accepted
 
     def offer(self, most: int) -> DraftChain:
         """Return the drafts that may be verified next, at most `most`."""
-        behind = self.length - 1 - self.drafts.position
+        drafts = self.drafts
+        behind = self.length - 1 - drafts.position
         if self.resting or behind > len(self.recent):
             return NONE
-        tokens, chances = self.drafts.after(tuple(self.recent[-behind:] if behind else ()))
-        return DraftChain(tokens[:most], chances[:most])
+        tokens, chances = drafts.best
+        if behind:
+            recent = tuple(self.recent[-behind:])
+            if tokens[:behind] != recent:
+                tokens, chances = drafts.beside_best(recent)
+                behind = 0
+        return DraftChain(tokens[behind : behind + most], chances[behind : behind + most])
 
-    def give(self, offer: DraftChain, count: int) -> None:
-        """Note that the next pass verifies the first drafts of an offer."""
-        self.given = DraftChain(offer.tokens[:count], offer.chances[:count])
-
-    @property
-    def expected(self) -> float:
-        """Tokens that the pass over the given chain is expected to choose."""
-        return 1.0 + math.fsum(accumulate(self.given.chances, operator.mul))
+    def give(self, offer: DraftChain, count: int, expected: float, late: SpeculationReason) -> None:
+        """Note that the next pass verifies the first `count` drafts of an offer. `expected`: tokens that it chooses
+        then. `late`: why it verifies none, if control would have had some.
+        """
+        self.given = NONE if not count else offer if count == len(offer.tokens) else offer.first(count)
+        self.expected = expected
+        self.reason = DRAFTING if count else RESTING if self.resting else late
 
     def awaits(self, offered: DraftChain, most: int) -> bool:
         """Return whether an offer is shorter than `most`, and more may come."""

@@ -20,6 +20,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +32,7 @@ from typing import NamedTuple, Self
 
 from outrider.core.control.arms.steering import SessionTokens
 from outrider.core.session.contract import Contract, Plan, PlanOverlap
+from outrider.core.session.speculation_status import SpeculationReason
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
 from outrider.rpc import liveness
 from outrider.rpc.server import serving
@@ -39,7 +41,7 @@ from outrider.upstream.drafter_links import LOOK_S, DrafterLinks, RegisteredDraf
 from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession, Row
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.upstream.servicer import UpstreamServicer
-from outrider.upstream.step_control import EngineStep, StepControl
+from outrider.upstream.step_control import ChosenDrafts, EngineStep, StepControl
 
 START_S = 10.0  # time to begin to listen
 MOST_SESSIONS = 1024
@@ -80,9 +82,15 @@ class UpstreamCounts:
 
     steps: int = 0
     rows: int = 0  # of all steps
+    tokens: int = 0  # tokens that the engine chose
     drafted: int = 0  # tokens of chains
     accepted: int = 0  # those that the engine chose, too
     seconds: float = 0.0  # within `step`
+    tried: Counter[int] = field(default_factory=Counter)  # passes over a row, by the drafts that they verified
+    reached: Counter[int] = field(
+        default_factory=Counter
+    )  # the same passes, by the drafts of these that the engine chose, too
+    reasons: Counter[SpeculationReason] = field(default_factory=Counter)  # rows of all steps, by what they verified
 
 
 class RemoteDrafts:
@@ -115,14 +123,24 @@ class RemoteDrafts:
         self.stop()
 
     @property
-    def drafters(self) -> int:
-        """Drafters that answer and may draft."""
-        return self._host.links.usable
+    def name(self) -> str:
+        """What drafters know this upstream by."""
+        return self._host.name
 
     @property
-    def sessions(self) -> int:
+    def links(self) -> DrafterLinks:
+        """The drafters that are known."""
+        return self._host.links
+
+    @property
+    def drafters(self) -> int:
+        """Drafters that answer and may draft."""
+        return self.links.usable
+
+    @property
+    def rows(self) -> list[Row]:
         """Rows that are open."""
-        return sum(not row.ended for row in self._rows.values())
+        return [row for row in tuple(self._rows.values()) if not row.ended]
 
     @property
     def control(self) -> StepControl:
@@ -133,10 +151,12 @@ class RemoteDrafts:
         """Return how many tokens of a row's text are known here; 0 if it is not open."""
         return found.length if (found := self._row(row)) is not None else 0
 
-    def open(self, row: str, tokens: Sequence[int], contract: Contract) -> None:
+    def open(self, row: str, tokens: Sequence[int], contract: Contract, *, accepts_at_random: bool = False) -> None:
         """Begin to draft for a row of the engine, whose text so far is `tokens`, the prompt included.
 
-        `contract`: how the engine chooses its tokens. A row that is open begins anew.
+        `contract`: how the engine chooses its tokens. `accepts_at_random`: it does not follow the contract, but accepts
+        drafts with their probability (Leviathan et al. 2023), so that far fewer are right; the contract is only how
+        drafters choose them. A row that is open begins anew.
         """
         try:
             self.close(row)
@@ -144,8 +164,9 @@ class RemoteDrafts:
                 self._rows = {name: row for name, row in self._rows.items() if not row.ended}
             if not tokens or len(self._rows) >= MOST_SESSIONS:
                 return
-            opened = self._rows[row] = Row(len(tokens))
-            self._send(lambda: self._host.open(opened, tokens, contract))
+            text, opened = [*tokens], Row(row, len(tokens))  # the engine may write on in its own
+            self._rows[row] = opened
+            self._send(lambda: self._host.open(opened, text, contract, accepts_at_random=accepts_at_random))
         except Exception:
             self._note()
 
@@ -190,15 +211,23 @@ class RemoteDrafts:
         counts.rows += len(rows)
         computed, self._computed = self._computed + read, len(rows)
         began, self._began = self._began, now
-        news: list[RowNews] = []
-        served = [self._row(name) for name, _ in rows]
-        for (_, tokens), row in zip(rows, served, strict=True):
+        news, given, accepted = list[RowNews](), list[int](), list[int]()
+        served, offers = list[Row | None](), list[DraftChain]()
+        for (name, tokens), limit in zip(rows, most, strict=True):
+            row = self._row(name)
             if row is not None:
                 row.named = now
                 if tokens:
-                    counts.accepted += row.commit(tokens)
-                    news.append(RowNews(row, tokens, row.expected))
-        offers = self._offered(served, most)
+                    new = [*tokens]
+                    given.append(len(row.given.tokens))
+                    accepted.append(row.commit(new))
+                    news.append(RowNews(row, new, row.expected))
+            served.append(row)
+            offers.append(NONE if row is None else row.offer(limit))
+        counts.tried.update(given)
+        counts.reached.update(accepted)
+        counts.tokens += sum(len(it.tokens) for it in news)
+        counts.accepted += sum(accepted)
         step = None if idle or not began else EngineStep(computed, len(rows), read, now - began)
         if news or step is not None:  # before a wait, and after the rest: the other thread begins at once, and would
             self._fresh.clear()  # have the interpreter for milliseconds
@@ -215,9 +244,6 @@ class RemoteDrafts:
             return None
         return row
 
-    def _offered(self, rows: Sequence[Row | None], most: Sequence[int]) -> list[DraftChain]:
-        return [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
-
     def _waited(
         self, rows: Sequence[Row | None], most: Sequence[int], offers: list[DraftChain], until: float
     ) -> list[DraftChain]:
@@ -229,22 +255,26 @@ class RemoteDrafts:
             if left <= 0 or not self._fresh.wait(left):
                 break
             self._fresh.clear()
-            offers = self._offered(rows, most)
+            offers = [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
         return offers
 
     def _take(self, rows: Sequence[Row | None], offers: Sequence[DraftChain]) -> list[list[int]]:
         """Return what the next pass verifies of the offers."""
         if self.settings.adaptive:
-            taken, self._min_path_score = self._host.control.choose(offers)
+            choice = self._host.control.choose(offers)
         else:
-            taken = [len(offer.tokens) for offer in offers]
-        found = []
-        for row, offer, count in zip(rows, offers, taken, strict=True):
+            choice = ChosenDrafts([len(it.tokens) for it in offers], [1.0] * len(offers), 0.0)
+        self._min_path_score = choice.min_path_score
+        late = SpeculationReason.LATE if self.drafters else SpeculationReason.NO_DRAFTER
+        found, why = [], list[SpeculationReason]()
+        for row, offer, count, expected in zip(rows, offers, choice.taken, choice.expected, strict=True):
             if row is not None:
-                row.give(offer, count)
+                row.give(offer, count, expected, late)
+                why.append(row.reason)
             found.append([*offer.tokens[:count]])
-        drafted = sum(taken)
+        drafted = sum(choice.taken)
         self.counts.drafted += drafted
+        self.counts.reasons.update(why)
         self._computed += drafted
         return found
 
@@ -262,7 +292,7 @@ class RowNews(NamedTuple):
     """What the engine has chosen for a row."""
 
     row: Row
-    tokens: Sequence[int]
+    tokens: list[int]
     expected: float  # tokens, by the chances of the drafts that it was given
 
 
@@ -283,13 +313,13 @@ class _Host:
         self._vocabulary = vocabulary
         self._fresh = fresh
         self._changed: dict[ForeignSession, None] = {}  # sessions whose drafts are to be published
-        self._name = f"upstream-{secrets.token_hex(4)}"
+        self.name = f"upstream-{secrets.token_hex(4)}"
         self._registered = RegisteredDrafters(settings.redis) if settings.redis else None
         tickets = OwnTickets()
-        self._sink = UpstreamServicer(self._name, tokenizer_digest, tickets)
+        self._sink = UpstreamServicer(self.name, tokenizer_digest, tickets)
         self._sink.serve(self)
         self.links = DrafterLinks(
-            self._addresses, tickets, self._name, tokenizer_digest, each=settings.each, tls=settings.tls
+            self._addresses, tickets, self.name, tokenizer_digest, each=settings.each, tls=settings.tls
         )
 
     async def _addresses(self) -> list[str]:
@@ -349,10 +379,12 @@ class _Host:
                 row.ended = True
                 self.close(row)
 
-    def open(self, row: Row, tokens: Sequence[int], contract: Contract) -> None:
+    def open(self, row: Row, tokens: list[int], contract: Contract, *, accepts_at_random: bool) -> None:
         """Have drafters attached to a new session."""
-        name, plan = f"{self._name}/{secrets.token_hex(8)}", self._settings.plan
-        session = ForeignSession(name, tokens, contract, plan, self._vocabulary, row, self._on_news)
+        name, plan = f"{self.name}/{secrets.token_hex(8)}", self._settings.plan
+        session = ForeignSession(
+            name, tokens, contract, plan, self._vocabulary, row, self._on_news, accepts_at_random=accepts_at_random
+        )
         self.sessions[session.id] = self._of_rows[row] = session
         self.control.on_opened(self.sessions.values())
         self._sink.subscribe_waiting(session)
@@ -362,7 +394,7 @@ class _Host:
         """Dismiss the drafters of a session."""
         if (session := self._of_rows.pop(row, None)) is not None:
             del self.sessions[session.id]
-            session.dismiss("finished")
+            session.end()
             self.links.wake()
 
     def commit(self, news: Sequence[RowNews], step: EngineStep | None, min_path_score: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.arms.governor import Governor
@@ -40,6 +41,14 @@ class EngineStep(NamedTuple):
     seconds: float  # from the call before to this one
 
 
+class ChosenDrafts(NamedTuple):
+    """What the next pass verifies."""
+
+    taken: list[int]  # drafts of each row's offer
+    expected: list[float]  # tokens that each row is expected to choose
+    min_path_score: float  # path score below which none was worth it
+
+
 class StepControl:
     """Decides for how many sessions drafts pay, and how many of them a step takes.
 
@@ -51,17 +60,19 @@ class StepControl:
         self.cost: CostModel | None = None  # None: too few steps have been seen
         self.steering: Steering | None = None
 
-    def choose(self, offers: Sequence[DraftChain]) -> tuple[list[int], float]:
-        """Return how many drafts of each row's offer to verify, and the path score below which none was worth it."""
-        cost = self.cost
-        if cost is None or not offers:
-            return [0] * len(offers), 0.0
-        ranked = [*heapq.merge(*(_scores(offer, row) for row, offer in enumerate(offers)), reverse=True)]
-        budget = choose_budget([score for score, _ in ranked], len(offers), len(offers), cost, outside=0.0)
-        taken = [0] * len(offers)
-        for _, row in ranked[: budget.nodes]:
-            taken[row] += 1
-        return taken, budget.min_path_score
+    def choose(self, offers: Sequence[DraftChain]) -> ChosenDrafts:
+        """Return how many drafts of each row's offer to verify."""
+        rows, cost = len(offers), self.cost
+        longest = max((len(it.chances) for it in offers), default=0)
+        if cost is None or not longest:
+            return ChosenDrafts([0] * rows, [1.0] * rows, 0.0)
+        chances = np.array([it.chances + (0.0,) * (longest - len(it.chances)) for it in offers])
+        scores = np.cumprod(chances, axis=1)
+        ranked = np.argsort(-scores, axis=None, kind="stable")[: np.count_nonzero(scores)]
+        budget = choose_budget(scores.ravel()[ranked], rows, rows, cost, outside=0.0)
+        taken = np.bincount(ranked[: budget.nodes] // longest, minlength=rows)
+        sums = np.cumsum(np.insert(scores, 0, 1.0, axis=1), axis=1)
+        return ChosenDrafts(taken.tolist(), sums[np.arange(rows), taken].tolist(), budget.min_path_score)
 
     def on_opened(self, sessions: Collection[ForeignSession]) -> None:
         """Take account of a session that was opened; `sessions` are all that are open."""
@@ -98,12 +109,3 @@ class StepControl:
             self.steering = Steering(Governor(PlainPace(cost.points()), modes=(OverlapMode.AHEAD,)), cost)
             self.cost = cost
             self.steering.on_opened(sessions)
-
-
-def _scores(offer: DraftChain, row: int) -> Sequence[tuple[float, int]]:
-    """Return the path scores of a chain, each with its row."""
-    found, score = [], 1.0
-    for chance in offer.chances:
-        score *= chance
-        found.append((score, row))
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,10 +172,10 @@ class UpstreamSession(ABC):
     ) -> Subscription:
         """Add a drafter, or restart its part under new ids. Raises Overloaded if the session has too many.
 
-        `calibration`: the drafter's, over all sessions whose contract is representative.
+        `calibration`: the drafter's, over all sessions that are representative.
         """
         self.unsubscribe(stream)
-        calibration = self.contract.own_or_shared(calibration)
+        calibration = calibration if self.representative else deepcopy(calibration)
         limit = self.max_drafters
         if len(self.subscriptions) >= limit:
             drafters = "drafter" if limit == 1 else "drafters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,13 @@ def drafter(*more: str, model: Path = MODELS / "drafter") -> Iterator[tuple[str,
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def wait_until(true: Callable[[], object], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class ForeignEngine:

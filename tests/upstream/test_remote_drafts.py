@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from outrider.rpc.certificates import make
 from outrider.rpc.tls import Tls
 from outrider.upstream.remote_drafts import RemoteDrafts, UpstreamSettings
 from tests.engine.small_checkpoints import MODELS, make_checkpoint
-from tests.upstream.foreign_engine import LONG, PROMPT, ForeignEngine, drafter
+from tests.upstream.foreign_engine import LONG, PROMPT, ForeignEngine, drafter, wait_until
 
 TARGET = MODELS / "target"
 
@@ -34,13 +33,6 @@ def settings(address: str, **more: Any) -> UpstreamSettings:
     return UpstreamSettings([address], TARGET, adaptive=False, **more)
 
 
-def wait_until(true: Callable[[], object], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(("temperature", "tokens_a_step"), [(0.0, 1.5), (0.7, 1.2), (1.0, 1.1)])
 def test_texts_are_the_engines_own_and_take_fewer_steps(
     temperature: float, tokens_a_step: float, engine: ForeignEngine
@@ -51,7 +43,7 @@ def test_texts_are_the_engines_own_and_take_fewer_steps(
         before = engine.steps
         assert [engine.text(contract(seed, temperature), 60, drafts) for seed in range(4)] == plain
         assert 4 * 60 / (engine.steps - before) > tokens_a_step
-        assert drafts.sessions == 0
+        assert drafts.rows == []
         assert 0 < drafts.counts.accepted <= drafts.counts.drafted
 
 
@@ -131,6 +123,17 @@ def test_bad_calls_give_no_drafts_and_no_errors() -> None:
         assert drafts.step([("row", [])], most=[0]) == [[]]
 
 
+def test_an_engine_may_change_its_lists_after_a_call() -> None:
+    with drafter() as (address, _), RemoteDrafts(settings(address)) as drafts:
+        wait_until(lambda: drafts.drafters)
+        text, chosen = [*PROMPT], [7]
+        drafts.open("row", text, contract(1, 0.0))
+        text.clear()
+        drafts.step([("row", chosen)])
+        chosen.clear()
+        wait_until(lambda: any(drafts.step([("row", [])])))
+
+
 def test_a_thousand_short_rows_leave_nothing_behind() -> None:
     with drafter() as (address, _), RemoteDrafts(settings(address, idle_s=0.5)) as drafts:
         wait_until(lambda: drafts.drafters)
@@ -139,11 +142,11 @@ def test_a_thousand_short_rows_leave_nothing_behind() -> None:
             drafts.step([(f"row {number}", [])])
             if number % 2:
                 drafts.close(f"row {number}")
-        wait_until(lambda: not drafts.sessions)
+        wait_until(lambda: not drafts.rows)
         drafts.open("last", PROMPT, contract(1, 0.0))
         wait_until(lambda: drafts.step([("last", [])])[0])
         drafts.close("last")
-        assert drafts.sessions == 0
+        assert drafts.rows == []
 
 
 def test_texts_stay_the_same_while_control_tries_what_pays(engine: ForeignEngine) -> None:

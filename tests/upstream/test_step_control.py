@@ -20,37 +20,46 @@ PLAN = Plan(1, depth=8, width=2, nodes=64, wait_us=0, overlap=PlanOverlap.MEASUR
 class Steered:
     """What control uses of a session. Its drafts are right at random."""
 
-    greedy = True
-    representative = True
     drafting = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, greedy: bool = True, representative: bool = True) -> None:
+        self.greedy = greedy
+        self.representative = representative
         self.terms = DraftingTerms(PLAN, drawn=False)
 
 
 def simulate(
-    seconds_of: Callable[[int], float], chance: float, *, steps: int = 3000, sessions: int = 1
+    seconds_of: Callable[[int], float],
+    chance: float,
+    *,
+    claimed: float | None = None,
+    steps: int = 3000,
+    sessions: int = 1,
+    control: StepControl | None = None,
+    **kind: bool,
 ) -> tuple[StepControl, float, float]:
-    """Run steps whose pass over n tokens takes `seconds_of(n)`, and whose drafts are each right by chance. Return the
-    control, and the tokens a second of the last half of the time, with plain decoding's."""
-    control, rng = StepControl(), random.Random(7)
-    rows = [cast(ForeignSession, Steered()) for _ in range(sessions)]
+    """Run steps whose pass over n tokens takes `seconds_of(n)`, and whose drafts are each right by chance; drafters
+    claim that of others if `claimed` says so. Return the control, and the tokens a second of the last half of the time,
+    with plain decoding's.
+    """
+    control, rng, claimed = control or StepControl(), random.Random(7), claimed or chance
+    rows = [cast(ForeignSession, Steered(**kind)) for _ in range(sessions)]
     control.on_opened(rows)
     given = [NONE] * sessions
     done: list[tuple[float, int]] = []
     for _ in range(steps):
         commits = []
         for row, chain in zip(rows, given, strict=True):
-            accepted = next((place for place, it in enumerate(chain.chances) if rng.random() > it), len(chain.tokens))
+            accepted = next((place for place in range(len(chain.tokens)) if rng.random() > chance), len(chain.tokens))
             commits.append(
-                SessionTokens(row, 1 + accepted, 1.0 + sum(chance**level for level in range(1, 1 + len(chain.tokens))))
+                SessionTokens(row, 1 + accepted, 1.0 + sum(claimed**level for level in range(1, 1 + len(chain.tokens))))
             )
         tokens = sessions + sum(len(chain.tokens) for chain in given)
         seconds = seconds_of(tokens) * rng.uniform(0.98, 1.02)
         done.append((seconds, sum(it.tokens for it in commits)))
         control.on_step(rows, commits, EngineStep(tokens, sessions, 0, seconds))
-        offers = [NONE if row.terms.resting else DraftChain((5,) * 4, (chance,) * 4) for row in rows]
-        taken, _ = control.choose(offers)
+        offers = [NONE if row.terms.resting else DraftChain((5,) * 4, (claimed,) * 4) for row in rows]
+        taken = control.choose(offers).taken
         given = [DraftChain(it.tokens[:count], it.chances[:count]) for it, count in zip(offers, taken, strict=True)]
     last = done[steps // 2 :]
     speed = sum(tokens for _, tokens in last) / sum(seconds for seconds, _ in last)
@@ -60,6 +69,11 @@ def simulate(
 def flat(tokens: int) -> float:
     """A pass that more tokens make little longer."""
     return 0.020 + 0.0002 * tokens
+
+
+def rising(tokens: int) -> float:
+    """A pass over five tokens takes a third longer than one over a single token."""
+    return 0.020 + 0.002 * tokens
 
 
 def steep(tokens: int) -> float:
@@ -83,10 +97,19 @@ def test_it_is_never_slower_than_plain_decoding(
     assert speed > 0.98 * plain
 
 
+def test_texts_of_other_kinds_do_not_decide() -> None:
+    control, *_ = simulate(rising, 0.01, claimed=0.8, steps=1500, greedy=False, representative=False)
+    assert control.estimates()["arm"] == "rest"
+    _, speed, plain = simulate(rising, 0.8, steps=200, control=control)
+    assert speed > 2.0 * plain
+
+
 def test_chains_are_as_long_as_pays() -> None:
     control, speed, plain = simulate(steep, 0.9)
-    [taken], _ = control.choose([DraftChain((5, 6, 7, 8), (0.9, 0.9, 0.05, 0.05))])
-    assert 2 <= taken <= 3
+    choice = control.choose([DraftChain((5, 6, 7, 8), (0.9, 0.9, 0.05, 0.05))])
+    assert choice.taken[0] in (2, 3)
+    assert choice.expected == [pytest.approx(1.0 + 0.9 + 0.81 + (choice.taken[0] - 2) * 0.81 * 0.05)]
+    assert control.choose([NONE, NONE]).expected == [1.0, 1.0]
     assert speed > 1.1 * plain
 
 
@@ -97,5 +120,5 @@ def test_steps_that_show_nothing_change_nothing() -> None:
         for _ in range(20):
             control.on_step([row], [], step)
     assert control.cost is None
-    assert control.choose([DraftChain((5,), (0.9,))]) == ([0], 0.0)
-    assert control.choose([]) == ([], 0.0)
+    assert control.choose([DraftChain((5,), (0.9,))]).taken == [0]
+    assert control.choose([]).taken == []

@@ -13,6 +13,7 @@ import functools
 import logging
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import vllm
@@ -22,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from outrider.errors import CheckpointError
 from outrider.hub import checkpoint_folder
 from outrider.upstream.remote_drafts import RemoteDrafts
-from outrider_vllm.metrics import serve_metrics
+from outrider_vllm.metrics import serving_figures
 from outrider_vllm.requests import RequestTerms, terms_of
 from outrider_vllm.settings import Settings
 from outrider_vllm.shared_noise import Noise, NoisyRow, SharedNoise
@@ -45,6 +46,7 @@ class RemoteDrafter:
         self._longest = model.max_model_len
         self._instance = vllm_config.instance_id
         self._drafts: RemoteDrafts | None = None  # None: another rank asks for drafts
+        self._pages = ExitStack()  # until the process ends
         self._runner: Any = None  # None: no step has begun
         self._step: Any = None  # vLLM's SchedulerOutput of the step that runs
         self._terms: dict[str, RequestTerms] = {}
@@ -76,7 +78,8 @@ class RemoteDrafter:
             log.warning("there are no drafts: %s", error)
             return
         if self._settings.metrics is not None:
-            serve_metrics(self._drafts, self._settings.metrics)
+            name = it.served_model_name or it.model
+            self._pages.enter_context(serving_figures(self._drafts, self._settings.metrics, str(name)))
 
     def propose(
         self,
@@ -99,7 +102,8 @@ class RemoteDrafter:
                 name, length, text = names[place], int(num_tokens_no_spec[place]), token_ids_cpu[place]
                 known = self._drafts.length(name)
                 if not 0 < known <= length:
-                    self._drafts.open(name, array("i", text[:length].tobytes()), self._of(name).contract)
+                    terms, tokens = self._of(name), array("i", text[:length].tobytes())
+                    self._drafts.open(name, tokens, terms.contract, accepts_at_random=terms.accepts_at_random)
                     known = length
                 rows.append((name, text[known:length].tolist()))
                 most.append(min(self._depth, self._longest - length - 1))

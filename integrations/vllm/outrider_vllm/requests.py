@@ -23,6 +23,7 @@ class RequestTerms:
     contract: Contract  # how drafters rank their drafts
     noise_seed: int | None  # seed of the shared noise; None: vLLM draws by itself, or takes the likeliest token
     drafted: bool  # whether it is drafted for
+    accepts_at_random: bool  # vLLM draws by itself
 
 
 def terms_of(request: str, params: SamplingParams, *, shared_noise: bool, instance: str) -> RequestTerms:
@@ -38,7 +39,10 @@ def terms_of(request: str, params: SamplingParams, *, shared_noise: bool, instan
     else:
         seed = int.from_bytes(hashlib.sha256(f"{instance}\0{request}".encode()).digest()[:8])
     return RequestTerms(
-        contract_of(params, seed, noised=noised), seed if noised else None, drafted=bool(said.get(DRAFTS, True))
+        contract_of(params, seed, noised=noised),
+        seed if noised else None,
+        drafted=bool(said.get(DRAFTS, True)),
+        accepts_at_random=random and not noised,
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from outrider.wire import drafter as wire
-from running import REPOSITORY, TARGET, Drafter, running_drafter, wait_until
+from running import OUTRIDER, REPOSITORY, TARGET, Drafter, running_drafter, wait_until
 
 COMMIT = "0" * 40
 DRAFTED = {"outrider_shared_noise": 1}
@@ -141,6 +141,11 @@ def test_two_servers_share_a_drafter(servers: list[str]) -> None:
         assert accepted > 0
         assert counted(f"http://127.0.0.1:{port}", "outrider_upstream_accepted_tokens_total") == accepted
         assert counted(f"http://127.0.0.1:{port}", "outrider_upstream_drafters") == 1
+        assert counted(f"http://127.0.0.1:{port}", 'outrider_upstream_rows_total{why="drafting"}') > 0
+        command = [OUTRIDER, "-P", "-m", "outrider.cli", "top", f"127.0.0.1:{port}", "--once", "--every", "0.1"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+        assert "drafter" in shown
+        assert "target" in shown
 
 
 def test_aborted_requests_leave_no_session(servers: list[str], drafter: Drafter) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.core.stats import LONG
 
@@ -46,6 +47,7 @@ class CostModel:
         """`sweep` holds measured pairs of (tokens, seconds), at least one."""
         self._tokens = [tokens for tokens, _ in sorted(sweep)]
         self._sweep = [seconds for _, seconds in sorted(sweep)]
+        self._numbers = np.arange(self._tokens[-1] + 1)
         self._scale = 0.0  # log of the common correction since the sweep
         self._own = [0.0] * len(sweep)  # log of each point's further correction
         self._larger = 1.0  # slope above the largest measured size, over the slope just below it
@@ -55,7 +57,15 @@ class CostModel:
     def seconds(self, tokens: int) -> float:
         """Return the expected duration of a pass over `tokens` tokens, in seconds; it never falls with more tokens."""
         more = tokens - self._tokens[-1]
-        return self._table[tokens] if more <= 0 else self._table[-1] + self._larger * self._slope * more
+        return float(self._curve[tokens] if more <= 0 else self._curve[-1] + self._larger * self._slope * more)
+
+    def curve(self, first: int, count: int) -> NDArray[np.float64]:
+        """Return the expected durations of passes over `first` tokens, and over each number after it: [count]."""
+        known = self._curve[first : first + count]
+        if len(known) == count:
+            return known
+        beyond = [self.seconds(tokens) for tokens in range(first + len(known), first + count)]
+        return np.concatenate([known, beyond])
 
     def overhead(self, sessions: int) -> float:
         """Return the expected seconds of a step with `sessions` sessions outside its pass and its waits."""
@@ -96,11 +106,11 @@ class CostModel:
     def _fit(self) -> None:
         changed = [own + self._scale for own in self._own]
         self._fitted = np.maximum.accumulate(self._sweep * np.exp(changed))
-        # Every number of tokens that a step may ask for: a step asks some hundred times.
-        self._table: list[float] = np.interp(range(self._tokens[-1] + 1), self._tokens, self._fitted).tolist()
+        # Every number of tokens that a step may ask for.
+        self._curve = curve = np.interp(self._numbers, self._tokens, self._fitted)
         span = min(COST.slope_span, self._tokens[-1] - 1)
-        rise = self._table[-1] - self._table[-1 - span] if span else 0.0
-        self._slope = rise / span if rise else self._table[-1] / self._tokens[-1]
+        rise = float(curve[-1] - curve[-1 - span]) if span else 0.0
+        self._slope = rise / span if rise else float(curve[-1]) / self._tokens[-1]
 
 
 class _Line:
@@ -131,7 +141,11 @@ class VerificationBudget(NamedTuple):
 
 
 def choose_budget(
-    scores: Sequence[float], base: int, certain: float, cost: CostModel, outside: float = COST.overhead_s
+    scores: Sequence[float] | NDArray[np.float64],
+    base: int,
+    certain: float,
+    cost: CostModel,
+    outside: float = COST.overhead_s,
 ) -> VerificationBudget:
     """Choose n to maximise (certain + scores[:n].sum()) / (t(base + n) + outside).
 
@@ -140,13 +154,10 @@ def choose_budget(
     plus its other work in tokens. `outside` are the step's seconds outside the pass: its overhead, and the wait since
     the step before ended. They are part of the step's cost, so a step that waited longer should take more nodes.
     """
-    best = VerificationBudget(0, float(certain), cost.seconds(base) + outside, 1.0)
-    expected = float(certain)
-    for count, score in enumerate(scores, 1):
-        expected += score
-        seconds = cost.seconds(base + count) + outside
-        if expected * best.seconds > best.expected * seconds:
-            best = VerificationBudget(count, expected, seconds, score)
-    here = base + best.nodes
+    expected = np.full(len(scores) + 1, float(certain))
+    expected[1:] += np.cumsum(scores)
+    seconds = cost.curve(base, len(expected)) + outside
+    nodes = int(np.argmax(expected / seconds))
+    here, promised, lasts = base + nodes, float(expected[nodes]), float(seconds[nodes])
     slope = (cost.seconds(here + COST.slope_span) - cost.seconds(here)) / COST.slope_span
-    return best._replace(min_path_score=min(1.0, slope * best.expected / best.seconds))
+    return VerificationBudget(nodes, promised, lasts, min(1.0, slope * promised / lasts))
