@@ -86,12 +86,12 @@ def worker(way: Way, model: Path, dtype: str) -> Iterator[subprocess.Popen[str]]
         "LD_PRELOAD": str(VLLM / "lib/libiomp5.so"),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'integrations/vllm'}",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "OMP_NUM_THREADS": "1",  # VLLM_CPU_OMP_THREADS_BIND is for workers in processes of their own
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     process = subprocess.Popen(
-        [VLLM / "bin/python", "-P", "-m", "bench.peers.vllm_worker", json.dumps(told)],
+        ["taskset", "-c", "0", VLLM / "bin/python", "-P", "-m", "bench.peers.vllm_worker", json.dumps(told)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT,
     )  # fmt: skip
     try:

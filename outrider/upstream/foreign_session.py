@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from opentelemetry.trace import SpanKind
 
 from outrider.core.control.arms.arm import OverlapMode
 from outrider.core.control.drafting_terms import DraftingTerms
+from outrider.core.control.holds.arrival_model import Arrivals
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.speculation_status import SpeculationReason
 from outrider.core.tree.delta import Delta
@@ -32,6 +35,11 @@ class DraftChain(NamedTuple):
     tokens: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()  # probability of each that it is the target's token, if those before it are
 
+    @property
+    def value(self) -> float:
+        """Tokens that a pass over it is expected to choose."""
+        return 1.0 + math.fsum(accumulate(self.chances, operator.mul))
+
     def first(self, count: int) -> DraftChain:
         """Return its first drafts."""
         return DraftChain(self.tokens[:count], self.chances[:count])
@@ -52,6 +60,7 @@ class Drafts(NamedTuple):
     best: DraftChain  # the path of the likeliest children
     beside: dict[tuple[int, int], DraftChain]  # by place in `best` and the token there: what follows this one
     drafting: bool  # whether a drafter may still send more
+    arrived: float  # when the last of them came, of the monotonic clock
 
     def beside_best(self, tokens: tuple[int, ...]) -> DraftChain:
         """Return what is drafted behind tokens that follow the position, and leave the likeliest path."""
@@ -61,14 +70,14 @@ class Drafts(NamedTuple):
         return NONE
 
 
-def drafts_of(tree: TokenTree, *, drafting: bool) -> Drafts:
+def drafts_of(tree: TokenTree, *, drafting: bool, arrived: float) -> Drafts:
     """Return the drafts of a tree: the likeliest path, and the paths that leave it."""
     best, beside = _path(tree.root), dict[tuple[int, int], DraftChain]()
     for place, node in enumerate([tree.root, *best]):
         for child in node.children.values():
             if place == len(best) or child is not best[place]:
                 beside[place, child.token] = _chain(_path(child))
-    return Drafts(tree.root.position, _chain(best), beside, drafting)
+    return Drafts(tree.root.position, _chain(best), beside, drafting, arrived)
 
 
 def _path(node: Node) -> list[Node]:
@@ -117,6 +126,7 @@ class ForeignSession(UpstreamSession):
         self._row = row
         self._on_news = on_news
         self._accepts_at_random = accepts_at_random
+        self._arrived = 0.0  # when the last drafts came
         about: Attributes = {"outrider.session.id": name, "outrider.position": len(self.tokens)}
         self._span = TRACER.start_span("drafts", None, SpanKind.INTERNAL, about)
 
@@ -174,6 +184,7 @@ class ForeignSession(UpstreamSession):
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
         """Has the drafts published."""
+        self._arrived = now
         self._on_news(self)
 
     def exhaust(self, subscription: Subscription, position: int) -> None:
@@ -196,7 +207,7 @@ class ForeignSession(UpstreamSession):
     def publish(self) -> None:
         """Let the engine's thread see what is drafted now."""
         resting = self.terms.resting
-        self._row.drafts = drafts_of(self.tree, drafting=self.drafting and not resting)
+        self._row.drafts = drafts_of(self.tree, drafting=self.drafting and not resting, arrived=self._arrived)
         self._row.resting = resting
         self._row.drafters = [stream.drafter_id for stream in self.subscriptions]
 
@@ -206,15 +217,17 @@ class Row:
     and `ended`, which it reads.
     """
 
-    def __init__(self, name: str, length: int) -> None:
+    def __init__(self, name: str, length: int, arrivals: Arrivals) -> None:
         self.name = name
-        self.drafts = Drafts(length - 1, NONE, {}, drafting=False)  # the last that were published
+        self.drafts = Drafts(length - 1, NONE, {}, drafting=False, arrived=0.0)  # the last that were published
         self.resting = False  # drafts would cost more than they bring
         self.drafters: list[str] = []  # drafters that draft for it
         self.ended = False  # no step has named it for too long
         self.named = time.monotonic()  # when a step named it last
         self.length = length  # tokens of the text
         self.recent: list[int] = []  # the last of them
+        self.arrivals = arrivals  # when drafts come, of steps that await some
+        self._noted = 0.0  # when the last of which it knows came
         self.given = NONE  # the chain of the last step
         self.expected = 1.0  # tokens that the pass over it chooses
         self.reason = SpeculationReason.STARTING  # what the last step verified
@@ -258,6 +271,17 @@ class Row:
         self.given = NONE if not count else offer if count == len(offer.tokens) else offer.first(count)
         self.expected = expected
         self.reason = DRAFTING if count else RESTING if self.resting else late
+
+    def note_drafts(self, offer: DraftChain, began: float | None) -> None:
+        """Note when drafts came, for a step that awaits more than it is offered. `began`: when it began, the first
+        time.
+        """
+        arrived, value = self.drafts.arrived, offer.value
+        if arrived > self._noted:
+            self._noted = arrived
+            self.arrivals.arrived(arrived, value, passing=began is not None)
+        if began is not None:
+            self.arrivals.restart(began, value)
 
     def awaits(self, offered: DraftChain, most: int) -> bool:
         """Return whether an offer is shorter than `most`, and more may come."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import threading
@@ -31,6 +32,8 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from outrider.core.control.arms.steering import SessionTokens
+from outrider.core.control.holds.arrival_model import Arrivals
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.session.contract import Contract, Plan, PlanOverlap
 from outrider.core.session.speculation_status import SpeculationReason
 from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
@@ -59,7 +62,7 @@ class UpstreamSettings:
     depth: int = 4  # the longest chain
     ahead: int = 4  # levels that are drafted beyond it, while the engine verifies
     width: int = 2  # children of a node
-    wait_ms: float = 0.0  # the longest that a step waits for drafts
+    wait_ms: float | None = None  # the longest that a step waits for drafts; None: as long as it pays, if `adaptive`
     each: int = 1  # drafters of a session
     adaptive: bool = True  # draft only as far as measured times show that it pays
     redis: str | None = None  # URL of a Redis in which drafters announce themselves
@@ -105,6 +108,8 @@ class RemoteDrafts:
         self._fresh = threading.Event()  # set when some drafts have changed
         self._began = 0.0  # when the last step began; 0: none has
         self._computed = 0  # tokens of the pass since then, without what it read of prompts
+        self._held = 0.0  # seconds that it waited for drafts
+        self._holds = HoldPolicy()
         self._min_path_score = 0.0  # path score below which no draft was worth its verification
         self._failed = False
         digest = read_tokenizer_digest(settings.model)
@@ -164,8 +169,9 @@ class RemoteDrafts:
                 self._rows = {name: row for name, row in self._rows.items() if not row.ended}
             if not tokens or len(self._rows) >= MOST_SESSIONS:
                 return
-            text, opened = [*tokens], Row(row, len(tokens))  # the engine may write on in its own
-            self._rows[row] = opened
+            text = [*tokens]  # the engine may write on in its own
+            greedy = contract.greedy and not accepts_at_random
+            opened = self._rows[row] = Row(row, len(text), Arrivals(self._holds.patterns(greedy=greedy)))
             self._send(lambda: self._host.open(opened, text, contract, accepts_at_random=accepts_at_random))
         except Exception:
             self._note()
@@ -228,12 +234,14 @@ class RemoteDrafts:
         counts.reached.update(accepted)
         counts.tokens += sum(len(it.tokens) for it in news)
         counts.accepted += sum(accepted)
-        step = None if idle or not began else EngineStep(computed, len(rows), read, now - began)
+        held, self._held = self._held, 0.0
+        step = None if idle or not began else EngineStep(computed, len(rows), read, now - began, held)
         if news or step is not None:  # before a wait, and after the rest: the other thread begins at once, and would
             self._fresh.clear()  # have the interpreter for milliseconds
             self._send(lambda: self._host.commit(news, step, self._min_path_score))
-        if self.settings.wait_ms:
-            offers = self._waited(served, most, offers, now + self.settings.wait_ms / 1000)
+        if self.drafters and (self.settings.adaptive or self.settings.wait_ms):
+            offers = self._wait(served, most, offers, now)
+            self._held = time.monotonic() - now
         return self._take(served, offers)
 
     def _row(self, name: str) -> Row | None:
@@ -244,24 +252,42 @@ class RemoteDrafts:
             return None
         return row
 
-    def _waited(
-        self, rows: Sequence[Row | None], most: Sequence[int], offers: list[DraftChain], until: float
+    def _wait(
+        self, rows: Sequence[Row | None], most: Sequence[int], offers: list[DraftChain], began: float
     ) -> list[DraftChain]:
-        """Return the offers once none gets longer, or at that time."""
-        while any(
-            row is not None and row.awaits(offer, limit) for row, offer, limit in zip(rows, offers, most, strict=True)
-        ):
-            left = until - time.monotonic()
-            if left <= 0 or not self._fresh.wait(left):
+        """Return the offers once none gets longer, or to wait on does not pay."""
+        begun = False
+        while awaited := [
+            (row, offer)
+            for row, offer, limit in zip(rows, offers, most, strict=True)
+            if row is not None and row.awaits(offer, limit)
+        ]:
+            for row, offer in awaited:
+                row.note_drafts(offer, None if begun else began)
+            begun = True
+            left = self._seconds_left([row for row, _ in awaited], offers, began)
+            if left <= 0.0:
+                break
+            if not self._fresh.wait(left):
+                for row, _ in awaited:
+                    row.arrivals.give_up(time.monotonic())
                 break
             self._fresh.clear()
             offers = [NONE if row is None else row.offer(limit) for row, limit in zip(rows, most, strict=True)]
         return offers
 
+    def _seconds_left(self, awaited: Sequence[Row], offers: Sequence[DraftChain], began: float) -> float:
+        """Return how long to wait for the next drafts of these rows."""
+        now, longest = time.monotonic(), self.settings.wait_ms
+        left = math.inf if longest is None else began + longest / 1000 - now
+        if not self.settings.adaptive:
+            return left
+        return min(left, self._host.control.hold_seconds([row.arrivals for row in awaited], offers, now))
+
     def _take(self, rows: Sequence[Row | None], offers: Sequence[DraftChain]) -> list[list[int]]:
         """Return what the next pass verifies of the offers."""
         if self.settings.adaptive:
-            choice = self._host.control.choose(offers)
+            choice = self._host.control.choose(offers, self._held)
         else:
             choice = ChosenDrafts([len(it.tokens) for it in offers], [1.0] * len(offers), 0.0)
         self._min_path_score = choice.min_path_score

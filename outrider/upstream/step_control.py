@@ -15,6 +15,7 @@ from outrider.core.control.arms.governor import Governor
 from outrider.core.control.arms.steering import SessionTokens, Steering
 from outrider.core.control.cost.budget import CostModel, choose_budget
 from outrider.core.control.cost.plain_pace import PlainPace
+from outrider.core.control.holds.arrival_model import Arrivals, hold_seconds
 from outrider.upstream.foreign_session import DraftChain, ForeignSession
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class EngineStep(NamedTuple):
     rows: int  # rows that decoded
     read: int  # prompt tokens
     seconds: float  # from the call before to this one
+    held: float = 0.0  # of these, those that it waited for drafts
 
 
 class ChosenDrafts(NamedTuple):
@@ -60,8 +62,19 @@ class StepControl:
         self.cost: CostModel | None = None  # None: too few steps have been seen
         self.steering: Steering | None = None
 
-    def choose(self, offers: Sequence[DraftChain]) -> ChosenDrafts:
-        """Return how many drafts of each row's offer to verify."""
+    def hold_seconds(self, awaited: Sequence[Arrivals], offers: Sequence[DraftChain], now: float) -> float:
+        """Return how long to wait for the next drafts of the rows whose arrivals these are; 0 unless that pays for all
+        rows. `offers`: what all rows have now.
+        """
+        if self.cost is None or self.steering is None:
+            return 0.0
+        seconds = self.cost.seconds(len(offers) + sum(len(it.tokens) for it in offers))
+        rate = max(self.steering.tokens_per_s, sum(it.value for it in offers) / seconds)
+        group = [it for it in awaited if not it.later(now, seconds, rate)]
+        return hold_seconds(group, now, seconds, rate) if group else 0.0
+
+    def choose(self, offers: Sequence[DraftChain], held: float = 0.0) -> ChosenDrafts:
+        """Return how many drafts of each row's offer to verify. `held`: seconds that the step has waited for them."""
         rows, cost = len(offers), self.cost
         longest = max((len(it.chances) for it in offers), default=0)
         if cost is None or not longest:
@@ -69,7 +82,7 @@ class StepControl:
         chances = np.array([it.chances + (0.0,) * (longest - len(it.chances)) for it in offers])
         scores = np.cumprod(chances, axis=1)
         ranked = np.argsort(-scores, axis=None, kind="stable")[: np.count_nonzero(scores)]
-        budget = choose_budget(scores.ravel()[ranked], rows, rows, cost, outside=0.0)
+        budget = choose_budget(scores.ravel()[ranked], rows, rows, cost, held)
         taken = np.bincount(ranked[: budget.nodes] // longest, minlength=rows)
         sums = np.cumsum(np.insert(scores, 0, 1.0, axis=1), axis=1)
         return ChosenDrafts(taken.tolist(), sums[np.arange(rows), taken].tolist(), budget.min_path_score)
@@ -91,7 +104,7 @@ class StepControl:
         else:
             governor = self.steering.governor
             before = governor.switches
-            self.cost.observe(step.tokens, step.seconds)
+            self.cost.observe(step.tokens, step.seconds - step.held)
             self.steering.on_step(sessions, commits, step.read, step.seconds)
             if governor.switches != before:
                 log.info("drafters: now %s; %s", governor.arm, governor.reason)

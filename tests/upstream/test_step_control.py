@@ -10,8 +10,10 @@ import pytest
 
 from outrider.core.control.arms.steering import SessionTokens
 from outrider.core.control.drafting_terms import DraftingTerms
+from outrider.core.control.holds.arrival_model import Arrivals
+from outrider.core.control.holds.hold_policy import HoldPolicy
 from outrider.core.session.contract import Plan, PlanOverlap
-from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession
+from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession, Row
 from outrider.upstream.step_control import EngineStep, StepControl
 
 PLAN = Plan(1, depth=8, width=2, nodes=64, wait_us=0, overlap=PlanOverlap.MEASURED)
@@ -111,6 +113,26 @@ def test_chains_are_as_long_as_pays() -> None:
     assert choice.expected == [pytest.approx(1.0 + 0.9 + 0.81 + (choice.taken[0] - 2) * 0.81 * 0.05)]
     assert control.choose([NONE, NONE]).expected == [1.0, 1.0]
     assert speed > 1.1 * plain
+
+
+@pytest.mark.parametrize(("delay", "gain", "waits"), [(0.004, 1.5, True), (0.008, 1.5, True), (0.015, 1.5, False), (0.030, 1.5, False)])
+def test_a_step_waits_for_drafts_that_are_worth_its_time(delay: float, gain: float, waits: bool) -> None:
+    control, *_ = simulate(flat, 0.8, steps=200)
+    row = Row("row", 10, Arrivals(HoldPolicy().patterns(greedy=True)))
+    now, held = 100.0, []
+    for _ in range(200):
+        row.drafts = row.drafts._replace(position=row.length - 1)
+        row.note_drafts(NONE, now)
+        held.append(control.hold_seconds([row.arrivals], [NONE], now))
+        offer = DraftChain((5, 6), (gain / 2, 1.0))
+        row.drafts = row.drafts._replace(arrived=now + delay)
+        if held[-1] >= delay:
+            row.note_drafts(offer, None)
+        elif held[-1]:
+            row.arrivals.give_up(now + held[-1])
+        now += 0.020 + held[-1]
+    mean = sum(held[100:]) / 100
+    assert delay < mean < 2.0 * delay if waits else mean < 0.001
 
 
 def test_steps_that_show_nothing_change_nothing() -> None:

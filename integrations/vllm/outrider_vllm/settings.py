@@ -20,7 +20,7 @@ class Settings(BaseModel):
     drafters: list[str] = []  # "HOST:PORT" of each
     redis: str | None = None  # URL of a Redis in which drafters announce themselves
     shared_noise: bool = False  # whether requests with a temperature draw by shared noise, where they do not say
-    wait_ms: NonNegativeFloat = 0.0  # the longest that a step waits for drafts
+    wait_ms: NonNegativeFloat | None = None  # the longest that a step waits for drafts; None: as long as it pays
     ahead: NonNegativeInt = 4  # levels that are drafted beyond `num_speculative_tokens`, while vLLM verifies
     width: PositiveInt = 2  # tokens that are drafted for each place
     each: PositiveInt = 1  # drafters of a request

@@ -161,8 +161,7 @@ class Arrivals:
     def restart(self, now: float, expected: float, *, resting: bool = False) -> None:
         """Record that a commit was sent at `now`, and whether it has drafters rest. A step over the remaining tree
         would commit `expected` tokens."""
-        if self._waited and self._quiet:
-            self._pattern.end(self._count, now - self._last)
+        self.give_up(now)
         if self.starting and self._started and now - self._last > self._patterns.starting.patience(0):
             self._give_up_start(now)
         if not (self.starting and self._started):
@@ -173,9 +172,14 @@ class Arrivals:
         self._count = 0
         self._expected = expected
         self._quiet = not self.starting
-        self._waited = False
         self._began, self._first, self._latest = now, 0.0, 0.0
         self._undisturbed = 0
+
+    def give_up(self, now: float) -> None:
+        """Record that a step that waited for the next delta no longer does, if one did."""
+        if self._waited and self._quiet:
+            self._pattern.end(self._count, now - self._last)
+        self._waited = False
 
     def _give_up_start(self, now: float) -> None:
         """Treat a drafter that is late as any other: it may be too slow to send anything before the next commit."""
