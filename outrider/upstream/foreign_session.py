@@ -93,6 +93,19 @@ def _chain(path: Sequence[Node]) -> DraftChain:
     return DraftChain(tuple(node.token for node in path), tuple(math.exp(node.edge) for node in path))
 
 
+class RowTerms(NamedTuple):
+    """How a row's text goes on; see `RemoteDrafts.open`."""
+
+    contract: Contract
+    prompt: int  # tokens of the prompt
+    accepts_at_random: bool
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.contract.greedy and not self.accepts_at_random
+
+
 class ForeignSession(UpstreamSession):
     """Only the thread of the upstream's event loop touches it."""
 
@@ -102,30 +115,28 @@ class ForeignSession(UpstreamSession):
         self,
         name: str,
         tokens: list[int],
-        contract: Contract,
+        terms: RowTerms,
         plan: Plan,
         vocabulary: int,
         row: Row,
         on_news: Callable[[ForeignSession], None],
-        *,
-        accepts_at_random: bool,
     ) -> None:
         """`tokens`: its text so far, which is its own from here on. `row`: where the drafts are published. `on_news`:
-        called when the tree has changed, or no drafter drafts any more. `accepts_at_random`: see `RemoteDrafts.open`.
+        called when the tree has changed, or no drafter drafts any more.
         """
-        super().__init__(contract, 0)
+        super().__init__(terms.contract, 0)
         self.id = name
         self.tenant = OWN_TENANT
         self.epoch = EPOCH
         self.tokens = tokens
-        self.answer_position = len(self.tokens)
+        self.answer_position = terms.prompt
         self.vocabulary = self.unpadded_vocabulary = vocabulary
         self.tree = TokenTree(self.tokens, capacity=CAPACITY)
         self.terms = DraftingTerms(plan, drawn=False)
         self.terms.set_overlap_mode(OverlapMode.REST)
         self._row = row
         self._on_news = on_news
-        self._accepts_at_random = accepts_at_random
+        self._row_terms = terms
         self._arrived = 0.0  # when the last drafts came
         about: Attributes = {"outrider.session.id": name, "outrider.position": len(self.tokens)}
         self._span = TRACER.start_span("drafts", None, SpanKind.INTERNAL, about)
@@ -154,12 +165,12 @@ class ForeignSession(UpstreamSession):
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always chosen."""
-        return super().greedy and not self._accepts_at_random
+        return self._row_terms.greedy
 
     @property
     def representative(self) -> bool:
         """Whether other sessions may learn from this one."""
-        return super().representative and not self._accepts_at_random
+        return super().representative and not self._row_terms.accepts_at_random
 
     @property
     def ceilings(self) -> Plan:

@@ -41,7 +41,7 @@ from outrider.rpc import liveness
 from outrider.rpc.server import serving
 from outrider.rpc.tls import Tls
 from outrider.upstream.drafter_links import LOOK_S, DrafterLinks, RegisteredDrafters
-from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession, Row
+from outrider.upstream.foreign_session import NONE, DraftChain, ForeignSession, Row, RowTerms
 from outrider.upstream.own_tickets import OwnTickets
 from outrider.upstream.servicer import UpstreamServicer
 from outrider.upstream.step_control import ChosenDrafts, EngineStep, StepControl
@@ -156,8 +156,17 @@ class RemoteDrafts:
         """Return how many tokens of a row's text are known here; 0 if it is not open."""
         return found.length if (found := self._row(row)) is not None else 0
 
-    def open(self, row: str, tokens: Sequence[int], contract: Contract, *, accepts_at_random: bool = False) -> None:
-        """Begin to draft for a row of the engine, whose text so far is `tokens`, the prompt included.
+    def open(
+        self,
+        row: str,
+        tokens: Sequence[int],
+        contract: Contract,
+        *,
+        prompt: int | None = None,
+        accepts_at_random: bool = False,
+    ) -> None:
+        """Begin to draft for a row of the engine, whose text so far is `tokens`, of which the first `prompt` are the
+        prompt; None: all.
 
         `contract`: how the engine chooses its tokens. `accepts_at_random`: it does not follow the contract, but accepts
         drafts with their probability (Leviathan et al. 2023), so that far fewer are right; the contract is only how
@@ -170,9 +179,9 @@ class RemoteDrafts:
             if not tokens or len(self._rows) >= MOST_SESSIONS:
                 return
             text = [*tokens]  # the engine may write on in its own
-            greedy = contract.greedy and not accepts_at_random
-            opened = self._rows[row] = Row(row, len(text), Arrivals(self._holds.patterns(greedy=greedy)))
-            self._send(lambda: self._host.open(opened, text, contract, accepts_at_random=accepts_at_random))
+            terms = RowTerms(contract, len(text) if prompt is None else prompt, accepts_at_random)
+            opened = self._rows[row] = Row(row, len(text), Arrivals(self._holds.patterns(greedy=terms.greedy)))
+            self._send(lambda: self._host.open(opened, text, terms))
         except Exception:
             self._note()
 
@@ -405,12 +414,10 @@ class _Host:
                 row.ended = True
                 self.close(row)
 
-    def open(self, row: Row, tokens: list[int], contract: Contract, *, accepts_at_random: bool) -> None:
+    def open(self, row: Row, tokens: list[int], terms: RowTerms) -> None:
         """Have drafters attached to a new session."""
         name, plan = f"{self.name}/{secrets.token_hex(8)}", self._settings.plan
-        session = ForeignSession(
-            name, tokens, contract, plan, self._vocabulary, row, self._on_news, accepts_at_random=accepts_at_random
-        )
+        session = ForeignSession(name, tokens, terms, plan, self._vocabulary, row, self._on_news)
         self.sessions[session.id] = self._of_rows[row] = session
         self.control.on_opened(self.sessions.values())
         self._sink.subscribe_waiting(session)

@@ -115,7 +115,9 @@ def test_chains_are_as_long_as_pays() -> None:
     assert speed > 1.1 * plain
 
 
-@pytest.mark.parametrize(("delay", "gain", "waits"), [(0.004, 1.5, True), (0.008, 1.5, True), (0.015, 1.5, False), (0.030, 1.5, False)])
+@pytest.mark.parametrize(
+    ("delay", "gain", "waits"), [(0.004, 1.5, True), (0.008, 1.5, True), (0.015, 1.5, False), (0.030, 1.5, False)]
+)
 def test_a_step_waits_for_drafts_that_are_worth_its_time(delay: float, gain: float, waits: bool) -> None:
     control, *_ = simulate(flat, 0.8, steps=200)
     row = Row("row", 10, Arrivals(HoldPolicy().patterns(greedy=True)))

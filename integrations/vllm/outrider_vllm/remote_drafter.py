@@ -103,7 +103,10 @@ class RemoteDrafter:
                 known = self._drafts.length(name)
                 if not 0 < known <= length:
                     terms, tokens = self._of(name), array("i", text[:length].tobytes())
-                    self._drafts.open(name, tokens, terms.contract, accepts_at_random=terms.accepts_at_random)
+                    prompt = int(self._runner.input_batch.num_prompt_tokens[place])
+                    self._drafts.open(
+                        name, tokens, terms.contract, prompt=prompt, accepts_at_random=terms.accepts_at_random
+                    )
                     known = length
                 rows.append((name, text[known:length].tolist()))
                 most.append(min(self._depth, self._longest - length - 1))
