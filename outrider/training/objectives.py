@@ -10,16 +10,17 @@ communication and drafter-invariant speculative decoding" (arXiv 2408.07978) for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 ObjectiveName = Literal["forward-kl", "reverse-kl", "total-variation", "agreement"]
 Objective = Callable[[Tensor, Tensor], Tensor]
 
 NAMES: Final[tuple[str, ...]] = get_args(ObjectiveName)
-MIN_PROBABILITY = 1e-20  # smaller probabilities are raised to it, so that no ratio of two is infinite
+LEAST_LOGPROB = -60.0  # smaller ones count as this, so that no ratio of two probabilities is beyond float32
 
 
 def forward_kl(target: Tensor, drafter: Tensor) -> Tensor:
@@ -48,13 +49,37 @@ def agreement(target: Tensor, drafter: Tensor) -> Tensor:
     With tokens in falling order of p/q, max(p_j/p_i, q_j/q_i) is p_j/p_i for every j up to i and q_j/q_i after it, so
     two running sums are enough, and no table of all pairs is needed.
     """
-    p = _log_softmax(target.detach()).exp().clamp_min(MIN_PROBABILITY)
-    q = _log_softmax(drafter).exp().clamp_min(MIN_PROBABILITY)
-    order = _falling((p / q).detach())
-    p, q = p.gather(-1, order), q.gather(-1, order)
-    up_to = p.cumsum(-1)  # with token i
-    after = q.sum(-1, keepdim=True) - q.cumsum(-1)
-    return -(1.0 / (up_to / p + after.clamp_min(0.0) / q)).sum(-1).log()
+    apply: Callable[[Tensor, Tensor], Tensor] = _Agreement.apply
+    return apply(_log_softmax(target.detach()), _log_softmax(drafter))
+
+
+class _Agreement(Function):
+    """The agreement with its gradient: that of its terms, by themselves, has quotients beyond float32."""
+
+    @staticmethod
+    def forward(context: Any, target: Tensor, drafter: Tensor) -> Tensor:
+        """Return the loss of each position from log-probabilities: [..., vocabulary]."""
+        target, kept = target.clamp_min(LEAST_LOGPROB), drafter > LEAST_LOGPROB
+        drafter = drafter.clamp_min(LEAST_LOGPROB)
+        order = _falling(target - drafter)
+        log_p, log_q = target.gather(-1, order), drafter.gather(-1, order)
+        p, q, ratio = log_p.exp(), log_q.exp(), (log_p - log_q).exp()
+        after = q.flip(-1).cumsum(-1).flip(-1).roll(-1, -1)  # the sum of q behind each token
+        after[..., -1] = 0.0
+        whole = p.cumsum(-1) + after * ratio
+        terms, weights = p / whole, ratio / whole  # 1 / sum_j max(...), and that over q
+        total = terms.sum(-1, keepdim=True)
+        if context.needs_input_grad[1]:
+            pulls = terms * weights
+            slopes = (pulls * after - q * (pulls.cumsum(-1) - pulls)) / total
+            context.save_for_backward(torch.zeros_like(slopes).scatter_(-1, order, slopes) * kept)
+        return -total.squeeze(-1).log()
+
+    @staticmethod
+    def backward(context: Any, *above: Tensor) -> tuple[None, Tensor]:
+        """Return the gradient by the drafter's log-probabilities: [..., vocabulary]."""
+        (slopes,) = context.saved_tensors
+        return None, -above[0].unsqueeze(-1) * slopes
 
 
 def _falling(ratios: Tensor) -> Tensor:

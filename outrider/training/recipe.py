@@ -51,7 +51,7 @@ class TrainingRecipe(TextSettings):
     weight_decay: float = Field(default=0.1, ge=0, lt=1)  # of AdamW
     seed: int = Field(default=0, ge=0)  # of random weights, the order of windows, and what is drawn
 
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of passes; auto: bfloat16 if the machine supports it
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of passes; auto: bfloat16 where it is faster
     device: Literal["auto", "cpu"] = "auto"  # auto: all accelerators
     threads: int | None = Field(default=None, ge=1)  # on a CPU; None: one for each core
     measure_steps: int = Field(default=200, ge=1)  # steps between two measurements on the held-out text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,13 @@ def test_a_training_that_runs_away_ends_and_leaves_the_last_good_one(target: Pat
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out").values())
 
 
+def test_a_gradient_that_is_no_number_is_told_from_a_loss_that_is_none(target: Path, tmp_path: Path) -> None:
+    training = begin(recipe(target, tmp_path / "out"))
+    next(training.student.parameters()).register_hook(lambda slopes: slopes * math.nan)
+    with pytest.raises(ConfigError, match="objective: the gradient is no number at step 1, although the loss is one"):
+        list(training.run())
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small one, which holds a few of what the tests save."""
@@ -211,6 +219,7 @@ def test_an_interrupted_command_saves_and_reports_how_to_resume(target: Path, tm
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert re.search(r"outrider train: training, step \d+ · .* tokens/s · \d+ min left", printed)
     assert "the same command goes on from there" in printed
     load_engine(output, dtype="bfloat16", slots=1, threads=1)
     stood = json.loads((tmp_path / "drafter.run" / "state" / "state.json").read_text(encoding="utf-8"))["step"]

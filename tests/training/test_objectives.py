@@ -30,6 +30,43 @@ def test_agreement_equals_its_definition(spread: float) -> None:
     assert float(agreement(target, drafter)) == pytest.approx(expected, rel=1e-4)
 
 
+def in_float64(target: Tensor, drafter: Tensor) -> Tensor:
+    """The agreement by its two running sums, differentiated as they are."""
+    p, q = target.double().softmax(-1), drafter.double().softmax(-1)
+    order = (p.log() - q.log()).detach().argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    after = q.sum(-1, keepdim=True) - q.cumsum(-1)
+    return -(1.0 / (p.cumsum(-1) / p + after.clamp_min(0.0) / q)).sum(-1).log()
+
+
+@pytest.mark.parametrize(("vocabulary", "spread"), [(50, 0.5), (50, 8.0), (49_152, 4.0), (262_144, 8.0)])
+def test_agreement_and_its_gradient_are_those_of_float64(vocabulary: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    target = spread * torch.randn(2, vocabulary, generator=generator)
+    drafter = target + 0.3 * spread * torch.randn(2, vocabulary, generator=generator)
+    found, expected = drafter.clone().requires_grad_(), drafter.clone().requires_grad_()
+    loss, exact = agreement(target, found), in_float64(target, expected)
+    assert torch.allclose(loss.double(), exact, rtol=1e-4, atol=1e-5)
+    loss.sum().backward()
+    exact.sum().backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert torch.allclose(found.grad, expected.grad, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("lowest", [-30.0, -100.0, -1e4])
+def test_gradients_are_numbers_down_to_probabilities_of_zero(lowest: float) -> None:
+    target, drafter = logits(13, 4), logits(14, 4)
+    target[:, :20] += lowest
+    drafter = drafter.clone()
+    drafter[:, 10:30] += lowest
+    drafter.requires_grad_()
+    agreement(target, drafter).sum().backward()
+    assert drafter.grad is not None
+    assert torch.isfinite(drafter.grad).all()
+    assert 0.0 < float(drafter.grad.norm()) < 10.0
+
+
 def test_agreement_is_how_often_draws_with_shared_noise_agree() -> None:
     target, drafter = logits(3), logits(4)
     draws = 200_000

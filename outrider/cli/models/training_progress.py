@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from outrider.cli.command import INTERRUPTED
 from outrider.engine.transformers.quiet import quiet
@@ -22,6 +23,7 @@ from outrider.training.recipe import TrainingRecipe
 if TYPE_CHECKING:
     from outrider.training.saving.records import TrainingProgress
 
+LINE_S = 60.0  # between two lines of progress
 COLUMNS = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
 
 
@@ -36,16 +38,24 @@ def run_training(recipe: TrainingRecipe) -> None:
 
     screen = Console(stderr=True)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that train together
+    lines = _ProgressLines(shown=first and not screen.is_terminal)
     with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal or not first) as progress:
         bar = progress.add_task("loading", total=1.0, figures="")
-        training = Training(recipe, lambda what, done: progress.update(bar, description=what, completed=done))
+
+        def on_progress(what: str, done: float) -> None:
+            progress.update(bar, description=what, completed=done)
+            if done:  # before that a mistake in the recipe may be found
+                lines.show(what, f"{done:.0%}")
+
+        training = Training(recipe, on_progress)
         if first and training.skipped:
             print(f"outrider train: left out {training.skipped} texts that are not UTF-8", file=sys.stderr)
         if first and training.resumed:
             print(f"outrider train: goes on from step {training.progress.step}", file=sys.stderr)
         with _interruptible() as interrupted:
             for now in training.run():
-                _show(progress, bar, now)
+                progress.update(bar, description=f"step {now.step}", completed=now.spent, figures=_figures(now))
+                lines.show("training", f"step {now.step} · {now.spent:.0%} · {_figures(now)}")
                 if training.any_process(interrupted.requested):
                     training.save()
                     break
@@ -78,10 +88,26 @@ def _quality(now: TrainingProgress) -> dict[str, str]:
     return {**loss, "held_out_loss": f"{now.measured.held_out_loss:.3f}", **lengths}
 
 
-def _show(progress: Progress, bar: TaskID, now: TrainingProgress) -> None:
+def _figures(now: TrainingProgress) -> str:
     figures = [f"{name} {value}" for name, value in _quality(now).items()]
     figures += [f"{now.tokens / max(now.seconds, 1e-9):,.0f} tokens/s", f"{now.left / 60:.0f} min left"]
-    progress.update(bar, description=f"step {now.step}", completed=now.spent, figures=" · ".join(figures))
+    return " · ".join(figures)
+
+
+class _ProgressLines:
+    """Progress where standard error is no terminal: a line when something begins, and then one a minute."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._what = ""
+        self._at = 0.0
+
+    def show(self, what: str, how_far: str) -> None:
+        """Print a line, if it is time for one."""
+        now = time.monotonic()
+        if self._shown and (what != self._what or now - self._at >= LINE_S):
+            self._what, self._at = what, now
+            print(f"outrider train: {what}, {how_far}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)

@@ -102,8 +102,8 @@ class OnlineModel:
         surprise = cross_entropy(logits, positions.ids[:, 0], reduction="none")
         loss = torch.where(positions.greedy, GREEDY_WEIGHT * surprise + (1.0 - GREEDY_WEIGHT) * loss, loss).mean()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.learning.parameters(), CLIP)
-        self._optimizer.step()
+        if torch.nn.utils.clip_grad_norm_(self.learning.parameters(), CLIP).isfinite():
+            self._optimizer.step()
         self._average()
         self._agreed.clear()
         return float(loss.detach())

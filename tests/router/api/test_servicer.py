@@ -69,7 +69,8 @@ async def test_the_verifier_receives_the_durable_position_several_times_a_window
     async with running_router(redis_url, window=8) as rig, announced(verifier, rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=41)))
         positions = [started.prompt_tokens, *verifier.acknowledged]
-        assert {after - before for before, after in pairwise(positions)} == {2}
+        gaps = [after - before for before, after in pairwise(positions)]
+        assert {2} <= {*gaps} <= {2, 4}  # two parts of the text may become durable at once
         assert len(positions) > 10  # the end of the call may overtake the last one
 
 
