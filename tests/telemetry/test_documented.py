@@ -13,6 +13,7 @@ SOURCES = [
     "outrider/client/_stream.py",
     "outrider/rpc/tracing.py",
     "outrider/core/control/arms/steering.py",
+    "outrider/upstream/foreign_session.py",
     "router/counters/request_metrics.py",
     "verifier_svc/tracing.py",
     "drafter_svc/tracing.py",
