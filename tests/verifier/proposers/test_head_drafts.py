@@ -200,15 +200,18 @@ async def test_heads_that_know_the_text_are_accepted(
     assert greedy_tokens / steps > 1.5
 
 
-async def test_a_device_grows_the_levels_of_a_round(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+async def test_a_device_grows_the_levels_of_a_round(
+    target: Path, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One session's grammar takes what the host draws: its levels are expanded one by one."""
+    monkeypatch.setattr(TrialGate, "takes", lambda *_, **__: True)  # else a busy machine decides which rounds pay
     taught_heads("eagle", target, tmp_path, plain[0])
     async with Cluster(target, tmp_path, on_device(target, tmp_path)) as cluster:
         assert cluster.heads is not None
         session = cluster.open(0, temperature=0.0)
         await commits_of(session)
         assert session.tokens == plain[0]
-        assert cluster.speculator.grown > 3  # rounds; on a busy machine heads rest in many of the others
+        assert cluster.speculator.grown > 10
 
 
 @pytest.mark.parametrize("device", [False, True])
