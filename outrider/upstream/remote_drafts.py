@@ -90,9 +90,7 @@ class UpstreamCounts:
     accepted: int = 0  # those that the engine chose, too
     seconds: float = 0.0  # within `step`
     tried: Counter[int] = field(default_factory=Counter)  # passes over a row, by the drafts that they verified
-    reached: Counter[int] = field(
-        default_factory=Counter
-    )  # the same passes, by the drafts of these that the engine chose, too
+    reached: Counter[int] = field(default_factory=Counter)  # these passes, by the drafts that they accepted
     reasons: Counter[SpeculationReason] = field(default_factory=Counter)  # rows of all steps, by what they verified
 
 
