@@ -263,7 +263,6 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/engine/gpu/test_ranks.py::test_shares_of_every_shape",
     "tests/engine/gpu/test_tree_growth.py::test_trees_grow_on_texts",
     "tests/engine/tensor_parallel/test_adapters.py::test_torch_ranks",
-    "tests/engine/transformers/test_engine.py::test_a_model_that_was_loaded",
     "tests/grammar/test_fuzz.py",
     "tests/verifier/test_prompt_scores.py::test_a_prompt_of_the_whole_context",
     "tests/verifier/test_prompt_scores.py::test_two_ranks",
