@@ -87,7 +87,12 @@ def at_random(weights: dict[str, torch.Tensor]) -> None:
 
 
 def accepted(answers: list[Generation]) -> float:
-    return sum(answer.usage.accepted for answer in answers) / sum(answer.usage.steps for answer in answers)
+    """The share of verified depths that were accepted: a step that a busy machine left without drafts has none."""
+    reached, tried = (
+        sum(sum(getattr(answer.usage, by_depth)) for answer in answers)
+        for by_depth in ("reached_by_depth", "tried_by_depth")
+    )
+    return reached / tried
 
 
 async def test_versions_change_during_sessions_and_no_text_changes(tmp_path: Path, prompts: list[str]) -> None:
@@ -111,10 +116,10 @@ async def test_versions_change_during_sessions_and_no_text_changes(tmp_path: Pat
     for answers in (*first, across, *better, *worse, *again):
         assert [answer.token_ids for answer in answers] == texts
     assert list(published.withdrawn) == list(published.doubted) == [2]
-    usual, best = max(map(accepted, first)), max(map(accepted, better))  # a busy machine has steps go without drafts
-    assert best > 1.15 * usual
+    usual, best = max(map(accepted, first)), max(map(accepted, better))
+    assert best > 1.5 * usual
     assert min(map(accepted, worse)) < 0.5 * usual
-    print("accepted per step:", *(f"{accepted(answers):.2f}" for answers in (*first, across, *better, *worse, *again)))
+    print("accepted:", *(f"{accepted(answers):.2f}" for answers in (*first, across, *better, *worse, *again)))
     assert max(map(accepted, again)) > 0.9 * best
 
 
@@ -182,5 +187,5 @@ async def test_a_bad_drafter_improves_while_drafting_even_if_its_trainer_is_kill
     for number, answers in enumerate(rounds[:-3]):
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain[number % 3]]
     assert [answer.token_ids for answer in rounds[-1]] == [answer.token_ids for answer in plain[0]]
-    print(f"accepted per step: {accepted(rounds[0]):.2f}, then {accepted(rounds[-1]):.2f}")
+    print(f"accepted: {accepted(rounds[0]):.2f}, then {accepted(rounds[-1]):.2f}")
     assert accepted(rounds[-1]) > 1.2 * accepted(rounds[0])
