@@ -37,6 +37,19 @@ def test_a_gain_is_worth_nothing_later(gains: list[float]) -> None:
     assert budget.left_s == DELAY.capacity_s
 
 
+def test_where_steps_are_long_a_budget_holds_three_of_them() -> None:
+    budget = DelayBudget()
+    budget.follow(0.02)
+    assert budget.capacity_s == DELAY.capacity_s
+    budget.follow(0.143)
+    for _ in range(3):
+        assert not budget.empty
+        budget.spend(0.0, 0.143)
+    assert budget.empty
+    budget.follow(0.02)  # another model's steps, of another load
+    assert budget.left_s < -0.3
+
+
 def test_an_empty_budget_recovers_with_time() -> None:
     budget, recovery = DelayBudget(DelayTuning(capacity_s=0.1, refill=0.01)), Recovery()
     budget.spend(1.0, 0.11)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class DelayTuning:
     """What speculation may cost."""
 
-    capacity_s: float = 0.1  # seconds of delay that a full budget allows at once
+    capacity_s: float = 0.1  # seconds of delay that a full budget allows at once, at least
+    steps: float = 3.0  # plain steps that it allows at least: of a large model, one step would empty the bucket
     refill: float = 0.006  # seconds of delay that come back with each second
     recovered: float = 0.3  # share of a full budget that must be back before drafting is tried again, the first time
 
@@ -26,18 +27,27 @@ class DelayBudget:
 
     While steps that may be delayed begin only when the bucket is not empty, the steps of any window of T seconds are
     delayed by at most 0.1 + 0.006 * T seconds in sum, plus the delay of the step that emptied it: for 10 seconds that
-    is 1.6 %, plus one step.
+    is 1.6 %, plus one step. Where plain steps take more than 33 ms, three of them stand for the 0.1 seconds.
     """
 
     def __init__(self, tuning: DelayTuning = DELAY) -> None:
         self.capacity_s = tuning.capacity_s
-        self.left_s = tuning.capacity_s  # seconds of delay left; below 0 by what the last step overdrew
-        self._refill = tuning.refill
+        self._tuning = tuning
+        self._spent_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of delay left; below 0 by what the last step overdrew."""
+        return self.capacity_s - self._spent_s
+
+    def follow(self, plain_step_s: float) -> None:
+        """Take account of what a plain step of a single session takes."""
+        self.capacity_s = max(self._tuning.capacity_s, self._tuning.steps * plain_step_s)
 
     def spend(self, seconds: float, delay: float) -> None:
         """Record a step that took `seconds`, which is `delay` seconds more (or, if negative, less) than plain decoding
         would have taken for the same work."""
-        self.left_s = min(self.capacity_s, self.left_s + self._refill * seconds - delay)
+        self._spent_s = max(0.0, self._spent_s - self._tuning.refill * seconds + delay)
 
     @property
     def empty(self) -> bool:

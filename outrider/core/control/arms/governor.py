@@ -15,6 +15,8 @@ from outrider.core.control.arms.load_governor import GOVERNOR, LoadGovernor
 from outrider.core.control.cost.plain_pace import PlainPace, StepWork
 from outrider.core.stats import FadingRatio
 
+ONE = StepWork(sessions=1, read=0, tokens=1.0)  # a plain step of a single session
+
 
 class Governor:
     """Chooses the arm for each step of a verifier."""
@@ -57,6 +59,7 @@ class Governor:
         self._lingering = GOVERNOR.settling if arm != PLAIN and step.drafting else max(0, self._lingering - 1)
         plain = not self._lingering
         work = self._lucky(arm, step)
+        self.budget.follow(self.pace.seconds(ONE))
         self.budget.spend(step.seconds, 0.0 if plain else step.seconds - self.pace.least_seconds(work))
         self.pace.observe(step.work, step.seconds, plain=plain and settled)
         if self._pinned is None:
