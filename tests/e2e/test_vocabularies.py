@@ -14,6 +14,7 @@ from outrider.errors import ConfigError
 from outrider.fleet.cluster import LocalCluster
 from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
+from tests.engine.small_checkpoints import keep_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -30,7 +31,15 @@ def config(drafter: DrafterConfig) -> ClusterConfig:
 
 async def test_a_drafter_with_another_tokenizer_drafts_by_text(tmp_path: Path, prompts: list[str]) -> None:
     other = make_other(tmp_path / "other")
-    drafter = DrafterConfig(model=other, dtype="float32", target=TARGET)
+    await drafts_and_changes_no_text(DrafterConfig(model=other, dtype="float32", target=TARGET), prompts)
+
+
+async def test_a_drafter_of_a_part_of_the_ids_drafts(tmp_path: Path, prompts: list[str]) -> None:
+    reduced = keep_ids(MODELS / "drafter", tmp_path / "reduced", range(2000))
+    await drafts_and_changes_no_text(DrafterConfig(model=reduced), prompts)
+
+
+async def drafts_and_changes_no_text(drafter: DrafterConfig, prompts: list[str]) -> None:
     accepted = 0
     async with (
         LocalCluster(config(drafter), forward=lambda name, line: print(name, line)) as cluster,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import Engine
 from outrider.engine.torch_layers.int4 import GROUP
@@ -89,6 +90,19 @@ def keep_layers(source: Path, destination: Path, kept: Sequence[int]) -> Path:
     raw.pop("layer_types", None)
     raw["num_hidden_layers"] = len(kept)
     (destination / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return destination
+
+
+def keep_ids(source: Path, destination: Path, ids: Sequence[int]) -> Path:
+    """The same checkpoint with a head of these ids alone."""
+    shutil.copytree(source, destination)
+    tensors = load_file(source / "model.safetensors")
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = head[list(ids)].clone()
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    own = {DRAFT_IDS: [*ids], "tie_word_embeddings": False}
+    (destination / "config.json").write_text(json.dumps(raw | own), encoding="utf-8")
     return destination
 
 

@@ -148,6 +148,7 @@ def _describe_folder(
                 config.model_type,
                 ("layers", f"{depth} of width {config.width}, feed-forward {config.ffn}"),
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
+                *([("drafts", f"{len(config.draft_ids):,} of the ids")] if config.draft_ids else []),
             ),
         )
         measuring = progress.add_task("measuring passes", total=ROUNDS)

@@ -25,7 +25,15 @@ from outrider.engine.checkpoints.gguf.tokenizer import (
     gguf_tokenizer_content,
     gguf_tokenizer_json,
 )
-from outrider.engine.checkpoints.model_config import MOST, MOST_CONTEXT, MOST_LAYERS, SUPPORTED, UNBOUNDED
+from outrider.engine.checkpoints.model_config import (
+    DRAFT_IDS,
+    MOST,
+    MOST_CONTEXT,
+    MOST_LAYERS,
+    SUPPORTED,
+    UNBOUNDED,
+    check_draft_ids,
+)
 from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
 from outrider.engine.checkpoints.model_config import Outline as Outline
 from outrider.engine.checkpoints.quantized.method import KEY, read_method
@@ -153,6 +161,12 @@ def read_config(folder: Path) -> ModelConfig:
     vocabulary = count("vocab_size")
     if (unpadded_vocabulary := count(UNPADDED, vocabulary)) > vocabulary:
         raise wrong(UNPADDED, f"at most vocab_size ({vocabulary})")
+    tied, draft_ids = flag("tie_word_embeddings"), tuple[int, ...]()
+    if DRAFT_IDS in raw:
+        try:
+            draft_ids = check_draft_ids(raw[DRAFT_IDS], unpadded_vocabulary, tied=tied)
+        except ValueError as error:
+            raise wrong(DRAFT_IDS, str(error)) from None
     return ModelConfig(
         model_type=kind,
         vocabulary=vocabulary,
@@ -165,13 +179,14 @@ def read_config(folder: Path) -> ModelConfig:
         context=context,
         eps=float(eps),
         rope=Rope.from_config(raw, head_dim, path),
-        tied=flag("tie_word_embeddings"),
+        tied=tied,
         qkv_bias=biased or kind == "qwen2",
         output_bias=biased,
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
         eos_ids=read_eos_ids(folder),
         unpadded_vocabulary=unpadded_vocabulary,
+        draft_ids=draft_ids,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from outrider.engine.checkpoints.rope import Rope
@@ -10,6 +11,7 @@ from outrider.engine.checkpoints.rope import Rope
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 # Bounds far above all models; a damaged configuration may exceed them.
 MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
+DRAFT_IDS = "outrider_draft_ids"  # Outrider's key for `ModelConfig.draft_ids`
 UNBOUNDED = 8192  # tokens of context of a model whose configuration names none
 
 
@@ -35,6 +37,12 @@ class ModelConfig:
     head_norms: bool  # whether an RMS norm is over each head's query and key
     eos_ids: tuple[int, ...]
     unpadded_vocabulary: int  # ids from this one on are padding, which only makes the head as wide as a larger model's
+    draft_ids: tuple[int, ...] = ()  # ascending: the ids of the head's rows, where a drafter has a part of them alone
+
+    @property
+    def head_rows(self) -> int:
+        """Ids that the head has logits of; all others are never likeliest."""
+        return len(self.draft_ids) or self.vocabulary
 
     @property
     def group(self) -> int:
@@ -48,7 +56,8 @@ class ModelConfig:
             rope |= asdict(scaling) | {"rope_type": "llama3"}
             rope["original_max_position_embeddings"] = rope.pop("original_context")
         biased = self.qkv_bias and self.model_type != "qwen2"  # models of qwen2 all have them
-        return {
+        reduced = {DRAFT_IDS: [*self.draft_ids]} if self.draft_ids else {}
+        return reduced | {
             "architectures": [f"{self.model_type.capitalize()}ForCausalLM"],
             "model_type": self.model_type,
             "vocab_size": self.vocabulary,
@@ -75,3 +84,14 @@ class Outline:
     model_type: str
     vocabulary: int
     context: int  # longest text, in tokens
+
+
+def check_draft_ids(ids: object, vocabulary: int, *, tied: bool) -> tuple[int, ...]:
+    """Return the ids of a reduced head, as a configuration has them. Raises ValueError that says what is allowed."""
+    if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ValueError("a list of token ids")
+    if not ids or any(one >= other for one, other in pairwise(ids)) or ids[0] < 0 or ids[-1] >= vocabulary:
+        raise ValueError(f"token ids below {vocabulary}, ascending")
+    if tied:
+        raise ValueError("absent where the head is the embedding")
+    return tuple(ids)

@@ -177,6 +177,8 @@ def padded_shape(
     source: Path, config: ModelConfig, parameters: int | None, shape: str | None = None, vocabulary: int | None = None
 ) -> PaddedShape:
     """Return the shape that `pad_checkpoint` gives a model. Raises CheckpointError where the model does not fit."""
+    if config.draft_ids:
+        raise CheckpointError(f"{source}: is a drafter whose head has a part of the ids; pad the target")
     if shape is not None:
         return known_shape(shape, config)
     if vocabulary is not None:

@@ -93,6 +93,7 @@ class CpuEngine(Engine):
         self._group = group
         self._width = config.width
         self.adapters = CpuAdapters(config, group.shard, kept, "float32" if dtype == "float32" else "bfloat16")
+        self._reduced = bool(config.draft_ids)
         self._logits = np.empty(0, np.float32)  # buffer of `sample`
         self._hidden = np.empty((0, 0), np.float32)
 
@@ -127,7 +128,7 @@ class CpuEngine(Engine):
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         outputs = 0 if self._group.shard.rank else sum(map(_outputs, segments))
-        logits = np.empty((outputs, self.vocabulary), np.float32)
+        logits = self._empty(outputs * self.vocabulary).reshape(outputs, self.vocabulary)
         self._run(segments, (), 0, logits, _NO_TOKENS, _NO_SCORES)
         return logits
 
@@ -137,7 +138,7 @@ class CpuEngine(Engine):
         walks = not best
         best = max(2, min(best, self.vocabulary)) if any(draw is not None for draw in draws) else 0
         if outputs * self.vocabulary > self._logits.size:
-            self._logits = np.empty(outputs * self.vocabulary * 5 // 4, np.float32)
+            self._logits = self._empty(outputs * self.vocabulary * 5 // 4)
         logits = self._logits[: outputs * self.vocabulary].reshape(outputs, self.vocabulary)
         tokens, scores = np.empty((outputs, best), np.int64), np.empty((outputs, best))
         self._run(segments, draws, best, logits, tokens, scores, walks=walks)
@@ -169,6 +170,10 @@ class CpuEngine(Engine):
             raise self._group.lost(str(error)) from error
         if hidden is not None:
             self._hidden = hidden
+
+    def _empty(self, count: int) -> NDArray[np.float32]:
+        """Return a buffer for logits. Passes do not write those of ids that a reduced head lacks."""
+        return np.full(count, -np.inf, np.float32) if self._reduced else np.empty(count, np.float32)
 
     def hidden(self) -> Tensor:
         import torch  # only callers that use features need torch

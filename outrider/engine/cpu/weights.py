@@ -82,8 +82,8 @@ def load_layers(
         rows = rows._replace(columns=ALL)  # blocks may not end where a rank's columns do
     with ExitStack() as files:
         embedding = None if config.tied and shard.of == 1 else take(rows, files)  # None: that of the head
-        head = take(ends["head"], files, -(-config.vocabulary // shard.of))
-        model.set_ends(embedding, take(ends["norm"], files), head)
+        head = take(ends["head"], files, -(-config.head_rows // shard.of))
+        model.set_ends(embedding, take(ends["norm"], files), head, config.draft_ids)
 
 
 def _check_orders(source: Weights, parts: Mapping[str, WeightPart]) -> None:

@@ -74,7 +74,7 @@ class ModelWeights(NamedTuple):
     embedding: Tensor  # [vocabulary, width / ranks]
     layers: tuple[DeviceLayer, ...]
     norm: Tensor  # [width]
-    head: Tensor  # [vocabulary / ranks, width], float32 on a CPU; the same tensor as the embedding where possible
+    head: Tensor  # [rows / ranks, width], float32 on a CPU; the same tensor as the embedding where possible
     parameters: int  # of the layers that were read, on all ranks
     dtype: DeviceDtype
 

@@ -92,15 +92,19 @@ class Shard:
 
     def ends(self, it: ModelConfig) -> dict[str, WeightPart]:
         """Return the tensors beside the layers: embedding, norm (the last one) and head, which may be the embedding."""
-        embedding, matrix = "model.embed_tokens.weight", (it.vocabulary, it.width)
+        embedding, head = "model.embed_tokens.weight", (it.head_rows, it.width)
         return {
-            "embedding": WeightPart(embedding, matrix, columns=self.part(it.width)),
+            "embedding": WeightPart(embedding, (it.vocabulary, it.width), columns=self.part(it.width)),
             "norm": WeightPart("model.norm.weight", (it.width,)),
-            "head": WeightPart(embedding if it.tied else "lm_head.weight", matrix, self.tokens(it.vocabulary)),
+            "head": WeightPart(embedding if it.tied else "lm_head.weight", head, self.tokens(it.head_rows)),
         }
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the shape of its part. Raises ConfigError when the ranks cannot share the model."""
+        if config.draft_ids and self.of > 1:
+            raise ConfigError(
+                "tensor_parallel: must be 1 for a drafter with a reduced vocabulary, which one rank holds"
+            )
         counts = {"attention heads": config.heads, "channels": config.width, "feed-forward units": config.ffn}
         for what, count in counts.items():
             if count % self.of:

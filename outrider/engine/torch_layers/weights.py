@@ -57,9 +57,9 @@ class WeightReader:
         return self._take(self._ends["norm"], is_norm=True)
 
     def head(self) -> Tensor:
-        """Return the head: [vocabulary / ranks, width]. All ranks have equally many rows, the last one with zeros."""
+        """Return the head: [rows / ranks, width]. All ranks have equally many rows, the last one with zeros."""
         head = self._take(self._ends["head"])
-        missing = -(-self._config.vocabulary // self._shard.of) - len(head)
+        missing = -(-self._config.head_rows // self._shard.of) - len(head)
         return torch.cat([head, head.new_zeros(missing, head.shape[1])]) if missing else head
 
     def _take(self, it: WeightPart, *, is_norm: bool = False) -> Tensor:

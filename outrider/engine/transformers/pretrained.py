@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_outline, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read_outline, read_tokenizer_digest
+from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.sharding import Shard
 from outrider.engine.transformers.weight_only import quantize
@@ -67,6 +68,8 @@ class Pretrained:
                 f"dtype: {dtype} is not for several ranks where transformers shares a model; use bfloat16"
             )
         outline, digest = read_outline(path), read_tokenizer_digest(path)
+        if not is_gguf(path) and DRAFT_IDS in read_json(path / "config.json"):
+            raise CheckpointError("its head has a part of the ids alone, which only the native backend runs")
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
             with _ranks(shard) as sharing:

@@ -14,6 +14,7 @@ from outrider.engine.checkpoints.model_config import (
     UNBOUNDED,
     ModelConfig,
     Outline,
+    check_draft_ids,
 )
 from outrider.engine.checkpoints.rope import Llama3Scaling, Rope
 from outrider.errors import CheckpointError
@@ -32,6 +33,7 @@ CONTROL, USER_DEFINED = 3, 4  # types of tokens
 _BOUNDS = 1.0, 4.0  # factors of low and high frequencies in Llama 3's scaling, of all models that have it
 _ORIGINAL_CONTEXTS = tuple(float(1 << bits) for bits in (13, 12, 11, 14, 15, 16, 17, *range(4, 11)))  # Meta's first
 NO_TOKEN = 0xFFFFFFFF
+GGUF_DRAFT_IDS = "outrider.draft_ids"  # Outrider's key for `ModelConfig.draft_ids`
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -65,6 +67,12 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if file.single(f"{kind}.attention.sliding_window"):  # up to its length it equals full attention
         context = min(context, file.number(f"{kind}.attention.sliding_window", most=MOST_CONTEXT))
     vocabulary = _vocabulary(file, kind, width)
+    tied, draft_ids = "output.weight" not in file.tensors, tuple[int, ...]()
+    if (ids := file.metadata.get(GGUF_DRAFT_IDS)) is not None:
+        try:
+            draft_ids = check_draft_ids(np.asarray(ids).tolist(), vocabulary, tied=tied)
+        except ValueError as error:
+            raise file.wrong(GGUF_DRAFT_IDS, str(error)) from None
     return ModelConfig(
         model_type=kind,
         vocabulary=vocabulary,
@@ -77,13 +85,14 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         context=context,
         eps=eps,
         rope=_rope(file, kind, size),
-        tied="output.weight" not in file.tensors,
+        tied=tied,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         ffn_bias="blk.0.ffn_gate.bias" in file.tensors,
         head_norms=kind == "qwen3",
         eos_ids=gguf_eos_ids(file),
         unpadded_vocabulary=vocabulary,
+        draft_ids=draft_ids,
     )
 
 

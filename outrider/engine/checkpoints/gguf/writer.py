@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.block_types import TYPES
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.checkpoints.gguf.config import GGUF_DRAFT_IDS
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
 from outrider.engine.checkpoints.stored_tensors import ArraySource, as_float32
@@ -113,7 +114,8 @@ def shape_metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(config.rope.theta),
     }
-    return {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in own.items()}
+    reduced = {GGUF_DRAFT_IDS: np.array(config.draft_ids, np.int32)} if config.draft_ids else {}
+    return {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in own.items()} | reduced
 
 
 def rope_divisors(config: ModelConfig) -> NDArray[np.float32] | None:

@@ -168,7 +168,8 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   qkv_ = qkv_memory_.of<float>(rows * qkv_wide_);
   attended_ = attended_memory_.of<float>(rows * attended_wide_);
   active_ = active_memory_.of<float>(rows * ffn_wide_);
-  if (exchange_) part_ = part_memory_.of<float>(std::max(rows * shape_.width, outputs_.size() * head_tokens()));
+  const size_t logits = outputs_.size() * head_tokens();
+  if (exchange_ || !head_ids_.empty()) part_ = part_memory_.of<float>(exchange_ ? std::max(rows * shape_.width, logits) : logits);
   group(segments);
   const size_t inputs = std::max({wide_, attended_wide_, ffn_wide_, ranks_wide_});
   const size_t tile_bytes = rows * inputs * 4 + rows * 4;
@@ -353,9 +354,13 @@ bool Model::judge(int thread, const Results& results, const int* chosen) {
   const size_t vocabulary = size_t(shape_.vocabulary), tokens = size_t(head_tokens());
   const int outputs = int(outputs_.size());
   const Output all{Into::store, results.logits, vocabulary, int(vocabulary)}, part{Into::store, part_, tokens, int(tokens)};
-  apply(thread, head_, hidden_, wide_, norm_.data(), outputs, exchange_ ? part : all, chosen);
+  apply(thread, head_, hidden_, wide_, norm_.data(), outputs, exchange_ || !head_ids_.empty() ? part : all, chosen);
   pool_.meet(thread);
-  if (!exchange_) return true;
+  if (!exchange_) {
+    for (int output = thread; output < outputs && !head_ids_.empty(); output += pool_.size())
+      for (size_t i = 0; i < tokens; i++) results.logits[output * vocabulary + head_ids_[i]] = part_[output * tokens + i];
+    return true;
+  }
   if (!exchanged(thread, [&] { exchange_->collect(part_, size_t(outputs) * tokens); }) || rank()) return false;
   for (int output = thread; output < outputs; output += pool_.size())
     for (int from = 0; from < ranks(); from++) {

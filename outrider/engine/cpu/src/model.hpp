@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "adapter.hpp"
@@ -57,7 +58,7 @@ struct Segment {
 
 // The buffers for the results of a pass.
 struct Results {
-  float* logits;    // [outputs, vocabulary]; on rank 0 alone
+  float* logits;    // [outputs, vocabulary]; on rank 0 alone. Those of ids that the head lacks are left as they are
   int best;         // number of tokens to choose for each row that is drawn; 0: none
   bool walks;       // whether to choose only for rows that the chosen tokens lead to, from a segment's first row on
   int64_t* tokens;  // [outputs, best]; -1 where there are fewer tokens, or none are chosen
@@ -93,7 +94,8 @@ class Model {
   int ranks() const { return exchange_ ? exchange_->ranks() : 1; }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }
   double exchange_seconds() const { return exchange_ ? exchange_->seconds() : 0.0; }
-  int head_tokens() const { return (shape_.vocabulary + ranks() - 1) / ranks(); }  // tokens of this rank's part of the head
+  // Tokens of this rank's part of the head.
+  int head_tokens() const { return head_ids_.empty() ? (shape_.vocabulary + ranks() - 1) / ranks() : int(head_ids_.size()); }
   const Kernels& kernels() const { return kernels_; }
   Kind adapter_kind() const { return type_.kind == Kind::float32 ? Kind::float32 : Kind::bfloat16; }
   Pages& pages() { return pages_; }
@@ -101,6 +103,8 @@ class Model {
   size_t kv_bytes() const { return pages_.bytes(); }
 
   void set_layer(int index, const LayerArrays& given);
+  // Has the head give logits of these ids alone, ascending, one for each of its rows. Only where one rank has all of the model.
+  void set_head_ids(std::vector<int> ids) { head_ids_ = std::move(ids); }
   // An embedding without data has the weights of the head, which has all tokens then.
   void set_ends(const Array& embedding, const Array& norm, const Array& head);
 
@@ -173,6 +177,7 @@ class Model {
   Memory embedding_memory_;
   std::vector<float> norm_;
   PackedLinear head_;
+  std::vector<int> head_ids_;  // of the rows of the head; empty: it has all tokens
   Pages pages_;
   size_t wide_, qkv_wide_, attended_wide_, ffn_wide_;  // floats of a row of each buffer
 
@@ -190,7 +195,7 @@ class Model {
   float *ranks_ = nullptr, *added_ = nullptr;
   Scratch hidden_memory_, qkv_memory_, attended_memory_, active_memory_, part_memory_, shared_tile_;
   float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *active_ = nullptr;
-  float* part_ = nullptr;  // this rank's part of what all ranks add up or rank 0 collects
+  float* part_ = nullptr;  // this rank's part of what all ranks add up or rank 0 collects; or the logits of the head's ids
   std::exception_ptr lost_;  // the error of a lost rank
   int rows_ = 0;
 };

@@ -234,17 +234,24 @@ PyObject* set_layer(Object& self, PyObject* args) {
 }
 
 PyObject* set_ends(Object& self, PyObject* args) {
-  PyObject *embedding, *norm, *head;
-  if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw PythonError();
+  PyObject *embedding, *norm, *head, *head_ids = nullptr;
+  if (!PyArg_ParseTuple(args, "OOO|O", &embedding, &norm, &head, &head_ids)) throw PythonError();
   const Shape& it = model_of(self).shape();
   Buffers held;
   const Model& model = model_of(self);
+  std::vector<int> ids = head_ids ? integers(head_ids) : std::vector<int>();
+  for (size_t i = 0; i < ids.size(); i++)
+    if (ids[i] < 0 || ids[i] >= it.vocabulary || (i && ids[i] <= ids[i - 1]))
+      throw std::invalid_argument("the ids of a head ascend, and are below the vocabulary");
+  if (!ids.empty() && (model.ranks() > 1 || embedding == Py_None))
+    throw std::invalid_argument("the head of some ids has an embedding beside it, and one rank");
   // Blocks may not end where a rank's columns do.
   const Array e = taken(held, embedding, it.vocabulary, PyTuple_Check(embedding) ? it.width : it.width / model.ranks());
   const Array n = taken(held, norm, 1, it.width);
-  const Array h = taken(held, head, model.head_tokens(), it.width);
+  const Array h = taken(held, head, ids.empty() ? model.head_tokens() : int(ids.size()), it.width);
   if (!(e.given() || model.ranks() == 1) || !n.given() || !h.given()) throw std::invalid_argument("a weight is missing");
   ExclusiveCall call(self);
+  self.model->set_head_ids(std::move(ids));
   self.model->set_ends(e, n, h);
   return nullptr;
 }

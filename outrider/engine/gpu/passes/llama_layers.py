@@ -56,6 +56,8 @@ class LlamaLayers:
         self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         self._cache = cache
         self._wanted = features
+        ids = torch.tensor(config.draft_ids, device=device)
+        self._head_ids = ids if config.draft_ids else None  # of the rows of the head; None: it has all
         self._group = runtime.group
         self.kernels = runtime.kernels
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
@@ -113,4 +115,8 @@ class LlamaLayers:
     def logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
         """Return the logits of the rows that want them, in parts to be added; of this rank's ids."""
         wanted = self.hidden.index_select(0, inputs.rows)
-        return self.kernels.head(wanted, self.weights.norm, self.form.eps, self.weights.head)
+        logits = self.kernels.head(wanted, self.weights.norm, self.form.eps, self.weights.head)
+        if self._head_ids is None:
+            return logits
+        known = logits[:, : len(self._head_ids)]
+        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy_(1, self._head_ids, known)
