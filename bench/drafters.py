@@ -32,6 +32,8 @@ from outrider.training.acceptance import generate_texts
 from outrider.training.distillation import Training
 from outrider.training.objectives import ObjectiveName
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
+from outrider.training.tasks.drafter_task import DrafterTask
+from outrider.training.tasks.heads_task import HeadsTask
 
 PROMPT, ANSWER = 64, 128  # tokens
 TEMPERATURES = (0.0, 1.0)
@@ -145,7 +147,11 @@ class Bench:
             training = Training(recipe, lambda what, _: status.update(f"{name}: {what} ..."))
             for now in training.run():
                 status.update(f"{name}: {now.spent:.0%}, {now.left / 60:.0f} min left")
-        return TrainedDrafter(recipe.output, now.tokens, now.seconds, tuple(map(training.acceptance, self._texts)))
+        task = training.task
+        assert isinstance(task, DrafterTask | HeadsTask)
+        with torch.no_grad():
+            lengths = tuple(task.acceptance(training.student.eval(), texts) for texts in self._texts)
+        return TrainedDrafter(recipe.output, now.tokens, now.seconds, lengths)
 
 
 def _table(title: str, made: dict[str, TrainedDrafter]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from outrider.core.session.digest import PHI, mix64
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
-from outrider.training.acceptance import TargetTexts
+from outrider.training.answers.answer_batches import AnswerBatches
 from outrider.training.data.corpus import OnProgress
 from outrider.training.data.windows import Windows
-from outrider.training.evaluation import Evaluation, HeldOut
+from outrider.training.evaluation import Evaluation, HeldOut, HeldOutAnswers, HeldOutData
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.saving import state as states
 from outrider.training.saving.atomic_save import refuse_to_replace
@@ -30,9 +30,10 @@ from outrider.training.saving.records import TrainingProgress, TrainingRecords
 from outrider.training.saving.results import write_result
 from outrider.training.schedule import TrainingBudget, rate_factor
 from outrider.training.setup import TrainingSetup, gather
+from outrider.training.tasks.answers_task import AnswersTask
 from outrider.training.tasks.drafter_task import DrafterTask
 from outrider.training.tasks.heads_task import HeadsTask
-from outrider.training.tasks.task import TrainingTask
+from outrider.training.tasks.task import TrainingBatches, TrainingTask
 
 CLIP = 1.0  # of the gradient's norm
 
@@ -53,15 +54,15 @@ class Training:
         self._recipe = recipe
         self._accelerator = Accelerator(cpu=recipe.device == "cpu")
         self._device = self._accelerator.device
-        self._budget = TrainingBudget(recipe.tokens, None if recipe.minutes is None else 60.0 * recipe.minutes)
+        self._budget = TrainingBudget(recipe.tokens, recipe.learning_seconds)
         self._state_folder = recipe.run / "state"
         self.resumed = states.is_kept(self._state_folder)
         if not self.resumed:
             refuse_to_replace(recipe.output)
         self._precision = precision(recipe, self._device)
         with self._accelerator.main_process_first():  # the main process tokenizes
-            setup = self._setup = gather(recipe, self._precision, on_progress)
-        self.skipped = setup.corpus.skipped  # texts that were not UTF-8
+            setup = self._setup = gather(recipe, self._precision, str(self._device), on_progress)
+        self.skipped = setup.corpus.skipped if setup.corpus else 0  # texts that were not UTF-8
 
         settings = states.settings_of(recipe, **setup.digests, devices=self._accelerator.num_processes)
         fresh = states.TrainingState(settings=settings)
@@ -73,9 +74,8 @@ class Training:
         if self.resumed:
             states.restore(self._state_folder, self.student, self._optimizer)
 
-        self.task = task_of(recipe, setup, self._device)
-        self._windows = Windows(setup.corpus.train, recipe.window, recipe.seed)
-        self._held_out = self._held_out_evaluation(on_progress) if self.leads else None
+        self.task, self._batches, held_out = parts_of(recipe, setup, self._device, self._precision)
+        self._held_out = held_out(on_progress) if self.leads else None
         self._records = TrainingRecords(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
         self._losses: list[Tensor] = []
         self._loss = math.nan
@@ -124,13 +124,8 @@ class Training:
             self._loss = float(torch.stack(self._losses).mean())
             self._losses.clear()
         if self._held_out is not None and self._records is not None:
-            self._measured = self._held_out.measure(self.task, self.student)
+            self._measured = self._held_out.measure(self.student)
             self._records.add(self.progress)
-
-    @torch.no_grad()
-    def acceptance(self, texts: TargetTexts) -> float:
-        """Return the student's acceptance length on other texts of the target."""
-        return self.task.acceptance(self.student.eval(), texts)
 
     def save(self) -> None:
         """Measure, and save the training state and the student. Do nothing if this step was saved already."""
@@ -142,7 +137,13 @@ class Training:
         if self.leads:
             states.save(self._state_folder, self._state, self.student, self._optimizer)
             write_result(
-                self._recipe, self.task, self.student, self._setup.tokenizer_folder, self._state, self._measured
+                self._recipe,
+                self.task,
+                self.student,
+                self._setup.tokenizer_folder,
+                self._setup.target_folder,
+                self._state,
+                self._measured,
             )
         self._saved_at = time.monotonic()
 
@@ -153,9 +154,12 @@ class Training:
     def _learn(self) -> None:
         """Take one step."""
         recipe, state = self._recipe, self._state
-        rate = recipe.learning_rate * rate_factor(state.step, self.progress.spent, recipe.warm_up)
+        rate = recipe.learning_rate * rate_factor(self.progress.spent, recipe.warm_up)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        numbers = range(
+            *(recipe.accumulate * self._accelerator.num_processes * step for step in (state.step, state.step + 1))
+        )
         for turn in range(recipe.accumulate):
             last = turn == recipe.accumulate - 1
             with nullcontext() if last else self._accelerator.no_sync(self._student):
@@ -166,7 +170,7 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad()
         state.step += 1
-        state.tokens += recipe.batch * recipe.accumulate * recipe.window * self._accelerator.num_processes
+        state.tokens += sum(map(self._batches.tokens, numbers))
 
     def _check(self, norm: Tensor) -> None:
         """Raise ConfigError if the losses of this step or the norm of their gradient are no numbers."""
@@ -189,7 +193,7 @@ class Training:
         recipe, accelerator = self._recipe, self._accelerator
         number = (self._state.step * recipe.accumulate + turn) * accelerator.num_processes + accelerator.process_index
         torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # for dropout, if a model has any
-        windows = self._windows.batch(number * recipe.batch, recipe.batch).to(self._device)
+        windows = self._batches.batch(number).to(self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
             return self.task.loss(self._student, self.student, self._state.step, windows)
 
@@ -206,11 +210,6 @@ class Training:
         shared: Tensor = self._accelerator.reduce(torch.tensor(value, device=self._device), "mean")
         return float(shared)
 
-    def _held_out_evaluation(self, on_progress: OnProgress) -> HeldOut:
-        folder, ids = self._setup.target_folder, self._setup.corpus.held_out
-        device = str(self._device) if folder is not None and chosen_backend(folder, "auto") == "native" else "cpu"
-        return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, on_progress=on_progress)
-
     @property
     def student(self) -> Any:
         """The model that learns, without what trains it in several processes."""
@@ -222,13 +221,48 @@ class Training:
         return bool(self._accelerator.is_main_process)
 
 
-def task_of(recipe: TrainingRecipe, setup: TrainingSetup, device: torch.device) -> TrainingTask:
-    """Return the task of a recipe, with its target on `device`."""
-    target = setup.target and setup.target.model.to(device)
-    if isinstance(recipe, DrafterRecipe):
-        return DrafterTask(recipe, target)
+Parts = tuple[TrainingTask, TrainingBatches, Callable[[OnProgress], HeldOutData]]
+
+
+def parts_of(recipe: TrainingRecipe, setup: TrainingSetup, device: torch.device, dtype: Dtype) -> Parts:
+    """Return a recipe's task, what it learns from, and what makes that which it is measured on."""
+    if setup.corpus is None:
+        assert isinstance(recipe, DrafterRecipe)
+        return _parts_of_answers(recipe, setup)
+    target, corpus = setup.target and setup.target.model.to(device), setup.corpus
+    task = DrafterTask(recipe, target) if isinstance(recipe, DrafterRecipe) else _heads_task(recipe, setup, target)
+    folder = setup.target_folder
+    on_device = folder is not None and chosen_backend(folder, "auto") == "native"
+
+    def held_out(on_progress: OnProgress) -> HeldOutData:
+        where = str(device) if on_device else "cpu"
+        return HeldOut(task, corpus.held_out, recipe.window, folder, dtype=dtype, device=where, on_progress=on_progress)
+
+    return task, Windows(corpus.train, recipe.window, recipe.seed, recipe.batch), held_out
+
+
+def _heads_task(recipe: TrainingRecipe, setup: TrainingSetup, target: Any) -> HeadsTask:
     assert isinstance(recipe, HeadsRecipe)
     return HeadsTask(recipe, setup.student.shape, target)
+
+
+def _parts_of_answers(recipe: DrafterRecipe, setup: TrainingSetup) -> Parts:
+    assert setup.answers is not None
+    task, store, each = AnswersTask(recipe, setup.draft_ids), setup.answers, round(100 / recipe.held_out)
+    held_out = [text for text in range(len(store)) if text % each == 0]
+    learned = [text for text in range(len(store)) if text % each]
+    own, others = (
+        AnswerBatches(
+            store,
+            texts,
+            window=recipe.window,
+            batch=recipe.batch,
+            seed=recipe.seed,
+            draft_ids=setup.draft_ids,
+        )
+        for texts in (learned, held_out)
+    )
+    return task, own, lambda _: HeldOutAnswers(task, store, held_out, others)
 
 
 def precision(recipe: TrainingRecipe, device: torch.device) -> Dtype:

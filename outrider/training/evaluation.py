@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +16,12 @@ from outrider.engine.loading import load_engine
 from outrider.training.acceptance import TargetTexts, generate_texts
 from outrider.training.data.corpus import Ids, OnProgress
 from outrider.training.data.windows import spread
-from outrider.training.tasks.task import TrainingTask
+from outrider.training.tasks.answers_task import AnswersTask, committed
+
+if TYPE_CHECKING:
+    from outrider.training.answers.answer_batches import AnswerBatches
+    from outrider.training.answers.answer_store import AnswerStore
+    from outrider.training.tasks.task import TextTask
 
 WINDOWS = 16
 PROMPTS = 16
@@ -22,6 +29,8 @@ PROMPT = 96  # tokens
 ANSWER = 64  # tokens that the target generates after each prompt
 TEMPERATURES = (0.0, 1.0)
 SEED = 20231011
+ANSWERS = 48  # of the target, that drafts are held against
+BATCHES = 4  # of held-out answers, whose loss is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +45,29 @@ class Evaluation:
         return {f"{temperature:g}": round(length, 4) for temperature, length in self.acceptance.items()}
 
 
+class HeldOutData(Protocol):
+    """What a training is measured on."""
+
+    def measure(self, student: Any) -> Evaluation:
+        """Measure a student. Its training mode is restored."""
+
+
 class HeldOut:
     """Some windows of the held-out text, and the target's answers to some of its prompts."""
 
     def __init__(
-        self, ids: Ids, window: int, target: Path | None, *, dtype: Dtype, device: str, on_progress: OnProgress
+        self,
+        task: TextTask,
+        ids: Ids,
+        window: int,
+        target: Path | None,
+        *,
+        dtype: Dtype,
+        device: str,
+        on_progress: OnProgress,
     ) -> None:
         """Load the target from its folder and generate the answers, once. Its context must be at least the window."""
+        self._task = task
         self._windows = spread(ids, window + 1, WINDOWS)
         self._target_texts: dict[float, TargetTexts] = {}
         if target is None:
@@ -59,16 +84,46 @@ class HeldOut:
             )
 
     @torch.no_grad()
-    def measure(self, task: TrainingTask, student: Any) -> Evaluation:
-        """Measure a student. Its training mode is restored."""
-        training = student.training
-        student.eval()
-        try:
+    def measure(self, student: Any) -> Evaluation:
+        """See `HeldOutData`."""
+        with evaluated(student):
             device = next(student.parameters()).device
-            losses = [task.held_out(student, window.to(device)) for window in self._windows]
+            losses = [self._task.held_out(student, window.to(device)) for window in self._windows]
             lengths = {
-                temperature: task.acceptance(student, texts) for temperature, texts in self._target_texts.items()
+                temperature: self._task.acceptance(student, texts) for temperature, texts in self._target_texts.items()
             }
             return Evaluation(sum(losses) / len(losses), lengths)
-        finally:
-            student.train(training)
+
+
+class HeldOutAnswers:
+    """Some of the texts that the target wrote, and the student's drafts for their answers under the same noise."""
+
+    def __init__(self, task: AnswersTask, store: AnswerStore, texts: Sequence[int], batches: AnswerBatches) -> None:
+        """`texts`: numbers of those that nothing is learned from; `batches`: as those that it learns from."""
+        self._task = task
+        self._texts = [store.read(text) for text in texts[:ANSWERS]]
+        self._batches = batches
+
+    @torch.no_grad()
+    def measure(self, student: Any) -> Evaluation:
+        """See `HeldOutData`."""
+        with evaluated(student):
+            device = next(student.parameters()).device
+            steps, tokens = Counter[float](), Counter[float]()
+            losses = [self._task.held_out(student, self._batches.batch(number).to(device)) for number in range(BATCHES)]
+            for text in self._texts:
+                done, said = committed(self._task.agreed(student, text, self._batches.window))
+                steps[text.temperature] += done
+                tokens[text.temperature] += said
+            return Evaluation(sum(losses) / BATCHES, {at: tokens[at] / steps[at] for at in sorted(steps)})
+
+
+@contextmanager
+def evaluated(student: Any) -> Iterator[None]:
+    """Have a student in its evaluation mode in the body."""
+    training = student.training
+    student.eval()
+    try:
+        yield
+    finally:
+        student.train(training)

@@ -10,17 +10,29 @@ from pydantic import Field, model_validator
 from outrider.config import Section, read_toml
 from outrider.hub import hub_name
 
+WRITING = 0.4  # share of the minutes in which a target writes, without text
 STDLIB = "stdlib"  # name of a text source: Python's standard library
 
 
 class TextSettings(Section):
     """The texts of a training, and their held-out part."""
 
-    text: tuple[str, ...] = Field(min_length=1)  # files, folders, or the word stdlib: Python's standard library
+    text: tuple[str, ...] = ()  # files, folders, or the word stdlib: Python's standard library
     pattern: str = "*"  # pattern of the file names to read in folders
     field: str = "text"  # field with the text, in the JSON objects of files that end in .jsonl
     skip_invalid: bool = False  # skip files that are not UTF-8, instead of an error
     held_out: int = Field(default=4, ge=1, le=50)  # percent of the texts, by a digest of their names
+
+    @model_validator(mode="after")
+    def _of_text(self) -> Self:
+        if not self.text and not self._writes:
+            raise ValueError("text: give files, folders, or the word stdlib")
+        return self
+
+    @property
+    def _writes(self) -> bool:
+        """Whether a target writes the texts itself."""
+        return False
 
 
 class TokenizerRecipe(TextSettings):
@@ -47,7 +59,7 @@ class TrainingRecipe(TextSettings):
     tokens: int | None = Field(default=None, ge=1)  # tokens of text to train on
     minutes: float | None = Field(default=None, gt=0)  # minutes to train; with both, the first limit ends the training
     learning_rate: float = Field(default=1e-3, gt=0, lt=1)  # the highest learning rate
-    warm_up: int = Field(default=100, ge=0)  # steps until the highest rate; it falls with a cosine to a twentieth
+    warm_up: float = Field(default=0.03, ge=0, lt=1)  # share of tokens or minutes until the highest rate is reached
     weight_decay: float = Field(default=0.1, ge=0, lt=1)  # of AdamW
     seed: int = Field(default=0, ge=0)  # of random weights, the order of windows, and what is drawn
 
@@ -63,6 +75,11 @@ class TrainingRecipe(TextSettings):
         if self.tokens is None and self.minutes is None:
             raise ValueError("tokens or minutes must say how long to train")
         return self
+
+    @property
+    def learning_seconds(self) -> float | None:
+        """The seconds in which the student learns: all but those in which a target writes; None: no limit."""
+        return None if self.minutes is None else 60.0 * self.minutes * (1.0 if self.text else 1.0 - WRITING)
 
     @property
     def run(self) -> Path:
@@ -89,9 +106,21 @@ class DrafterRecipe(TrainingRecipe):
     # Few windows, so that there are many steps: after 400,000 tokens accepted drafts are a fifth longer than with 8.
     batch: int = Field(default=2, ge=1)  # windows of a pass, on each device
 
+    # Without text: the target writes what is learned from, with its chat template.
+    prompts: Path | None = None  # prompts that it answers: lines, or a .jsonl file with a field `prompt`; None: its own
+    answers: int = Field(default=4_000_000, ge=1)  # tokens that it writes; at most 40 % of the minutes
+    answer: int = Field(default=256, ge=16)  # tokens of an answer at most
+
+    # Ids that the head has: those that the target writes most often. None: all, as where the target is small.
+    draft_vocabulary: int | None = Field(default=None, ge=16)
+
     # Share of the steps in which the drafter itself continues the text.
     on_policy: float = Field(default=0.0, ge=0, le=1)
     continuation: int = Field(default=64, ge=1)  # tokens that the drafter generates in such a step
+
+    @property
+    def _writes(self) -> bool:
+        return self.target is not None and self.objective != "text"
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -105,6 +134,14 @@ class DrafterRecipe(TrainingRecipe):
             raise ValueError("layers are those of a target; give one")
         if self.on_policy and self.objective == "text":
             raise ValueError("on_policy: a target scores the text that the drafter generates; give another objective")
+        if self.text and self.prompts is not None:
+            raise ValueError("prompts: are answered where no text is given; give one of the two")
+        if self.text and self.draft_vocabulary is not None:
+            raise ValueError(
+                "draft_vocabulary: is chosen from what the target writes where no text is given; leave out text"
+            )
+        if self.on_policy and not self.text:
+            raise ValueError("on_policy: scores of the drafter's own text need the target; give text")
         if self.on_policy and self.continuation >= self.window:
             raise ValueError(f"continuation: must be below the window ({self.window}), and leave some text before it")
         return self
@@ -137,7 +174,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
     ConfigError.
     """
     values, base = read_toml(file), file.resolve().parent
-    for key in ("output", "tokenizer", "target", "start"):
+    for key in ("output", "tokenizer", "target", "start", "prompts"):
         if isinstance(given := values.get(key), str) and not (key in ("target", "start") and hub_name(given, base)):
             values[key] = str(base / given)
     if isinstance(sources := values.get("text"), list):

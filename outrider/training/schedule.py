@@ -30,7 +30,10 @@ class TrainingBudget:
         return max(0.0, min(by_tokens, by_time))
 
 
-def rate_factor(step: int, spent: float, warm_up: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a share of the highest: a ramp times a cosine to FLOOR."""
-    ramp = min(1.0, (step + 1) / warm_up) if warm_up else 1.0
+def rate_factor(spent: float, warm_up: float) -> float:
+    """Return the learning rate as a share of the highest: a ramp times a cosine to FLOOR.
+
+    `spent`: the share of the budget that is spent; `warm_up`: the share in which the rate rises, from FLOOR.
+    """
+    ramp = min(1.0, FLOOR + spent / warm_up) if warm_up else 1.0
     return ramp * (FLOOR + (1.0 - FLOOR) * 0.5 * (1.0 + math.cos(math.pi * spent)))

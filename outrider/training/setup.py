@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.checkpoints.checkpoint import copy_tokenizer
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
-from outrider.hub import checkpoint_folder
+from outrider.hub import checkpoint_folder, is_gguf
+from outrider.training.answers.answer_batches import frequent_ids
+from outrider.training.answers.answer_store import AnswerStore
+from outrider.training.answers.writing import write_answers
 from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare
 from outrider.training.data.texts import TrainingTexts
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.tasks.heads_task import make_heads
-from outrider.training.tasks.student_init import load, make_student
+from outrider.training.tasks.student_init import load, make_student, reduce_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +30,26 @@ class TrainingSetup:
     target: Pretrained | None
     tokenizer_folder: Path  # the target's, if there is one
     student: Any  # the drafter's model or the heads, before the first step
-    corpus: Corpus
+    corpus: Corpus | None  # None: the target writes
+    answers: AnswerStore | None  # what the target wrote
+    draft_ids: tuple[int, ...]  # of a reduced vocabulary; empty: the whole
     digests: dict[str, str | None]  # of texts, tokenizer and target
 
 
-def gather(recipe: TrainingRecipe, dtype: Dtype, on_progress: OnProgress) -> TrainingSetup:
-    """Load the models, whose errors come quickly, and then tokenize the texts. `dtype`: of the target.
+def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnProgress) -> TrainingSetup:
+    """Load the models, whose errors come quickly; then tokenize the texts, or have the target write some.
 
-    Raises CheckpointError, TokenizerMismatch and ConfigError.
+    `dtype`: of the target where it judges texts; `device`: where it writes. Raises CheckpointError, TokenizerMismatch
+    and ConfigError.
     """
-    texts = TrainingTexts(recipe)
+    texts = TrainingTexts(recipe) if recipe.text else None
     on_progress("loading models", 0.0)
     target_folder = None if recipe.target is None else checkpoint_folder(recipe.target)
     target = None if target_folder is None else load(target_folder, dtype)
     tokenizer_folder = target_folder or (recipe.tokenizer if isinstance(recipe, DrafterRecipe) else None)
     assert tokenizer_folder is not None  # the recipe checks this
+    if is_gguf(tokenizer_folder):
+        tokenizer_folder = _tokenizer_of(tokenizer_folder, recipe.run / "tokenizer")
     end = target.eos_ids[0] if target and target.eos_ids else None
     vocabulary = Vocabulary.read(tokenizer_folder, end)
     if target is not None and vocabulary.size > target.vocabulary:
@@ -49,14 +58,34 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, on_progress: OnProgress) -> Tra
             "two must belong together"
         )
     student = _student(recipe, target, target_folder, vocabulary)
-    corpus = prepare(texts, vocabulary, recipe.run / "ids", on_progress)
-    corpus.require(recipe.window + 1)
+    corpus = answers = None
+    if texts is not None:
+        corpus = prepare(texts, vocabulary, recipe.run / "ids", on_progress)
+        corpus.require(recipe.window + 1)
+    else:
+        assert isinstance(recipe, DrafterRecipe)
+        assert target is not None
+        assert target_folder is not None
+        eos_ids, target = target.eos_ids, None  # its memory is the writing engine's
+        answers = write_answers(recipe, target_folder, device, on_progress)
+    draft_ids: tuple[int, ...] = ()
+    if isinstance(recipe, DrafterRecipe) and recipe.draft_vocabulary is not None:
+        assert answers is not None  # the recipe checks this
+        draft_ids = frequent_ids(answers, range(len(answers)), recipe.draft_vocabulary, eos_ids)
+        reduce_head(student, draft_ids)
     digests = {
-        "texts": corpus.digest,
+        "texts": corpus.digest if corpus else "",
         "tokenizer": vocabulary.digest.hex(),
         "target": None if target_folder is None else weights_digest(target_folder),
     }
-    return TrainingSetup(target_folder, target, tokenizer_folder, student, corpus, digests)
+    return TrainingSetup(target_folder, target, tokenizer_folder, student, corpus, answers, draft_ids, digests)
+
+
+def _tokenizer_of(file: Path, folder: Path) -> Path:
+    """Write the tokenizer of a GGUF file into a folder, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(file, folder)
+    return folder
 
 
 def _student(

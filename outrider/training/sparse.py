@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.training.objectives import LEAST_LOGPROB
+
 MIN_TAIL = 1e-6  # smallest probability of a tail
 MORE = 112  # further tokens whose probabilities another model estimates
 
@@ -36,6 +38,15 @@ def bucketed(ids: Tensor, logprobs: Tensor, logits: Tensor) -> tuple[Tensor, Ten
     q = torch.log_softmax(logits.float(), -1).gather(-1, ids)
     q = q.masked_fill(logprobs.isneginf(), -torch.inf)  # an id that only fills the row is in the tail
     return _with_tail(logprobs.float()), _with_tail(q)
+
+
+def listed(ids: Tensor, logprobs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `bucketed` does, but for a target that chooses no other tokens: the drafter's tail is lost.
+
+    With 64 leading tokens that is nearly so, and a drafter must not be taught to agree on a token that nobody knows.
+    """
+    p, q = bucketed(ids, logprobs, logits)
+    return torch.cat([p[..., :-1], torch.full_like(p[..., -1:], LEAST_LOGPROB)], -1), q
 
 
 def _with_tail(logprobs: Tensor) -> Tensor:

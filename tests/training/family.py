@@ -53,7 +53,7 @@ def recipe(target: Path, output: Path, /, **changes: Any) -> DrafterRecipe:
         "window": 32,
         "batch": 4,
         "tokens": 16 * 128,
-        "warm_up": 4,
+        "warm_up": 0.1,
         "learning_rate": 3e-3,
         "measure_steps": 8,
         "threads": 1,

@@ -224,7 +224,7 @@ def test_an_interrupted_command_saves_and_reports_how_to_resume(target: Path, tm
     load_engine(output, dtype="bfloat16", slots=1, threads=1)
     stood = json.loads((tmp_path / "drafter.run" / "state" / "state.json").read_text(encoding="utf-8"))["step"]
     assert f"stopped at step {stood}, " in printed
-    again = begin(recipe(target, output, layers=(0, 2), tokens=100_000_000, warm_up=100, learning_rate=1e-3))
+    again = begin(recipe(target, output, layers=(0, 2), tokens=100_000_000, warm_up=0.03, learning_rate=1e-3))
     assert again.progress.step == stood >= 3
 
 
@@ -244,7 +244,7 @@ def test_two_processes_learn_the_weights_of_one_with_twice_the_batch(target: Pat
         "--threads",
         "1",
     )
-    command = [*map(str, shared), "--precision", "float32", "--tokens", "2K", "--warm-up", "4", "--accumulate", "2"]
+    command = [*map(str, shared), "--precision", "float32", "--tokens", "2K", "--warm-up", "0.1", "--accumulate", "2"]
     alone = [sys.executable, "-m", "outrider.cli", "train", "drafter", *command, "--batch", "4"]
     together = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

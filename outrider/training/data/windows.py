@@ -13,8 +13,11 @@ from outrider.training.data.corpus import Ids
 class Windows:
     """The windows of a text. Each pass over the text has all windows once, with new borders and in a new order."""
 
-    def __init__(self, ids: Ids, length: int, seed: int) -> None:
-        """`length`: tokens to learn from; a window has one more token before them. The text has at least one window."""
+    def __init__(self, ids: Ids, length: int, seed: int, rows: int = 1) -> None:
+        """`length`: tokens to learn from; a window has one more token before them. The text has at least one window.
+        `rows`: windows of a batch.
+        """
+        self._rows = rows
         self._ids = ids
         self._length = length
         self._seed = seed
@@ -24,9 +27,14 @@ class Windows:
         self._epoch = -1
         self._starts: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def batch(self, first: int, count: int) -> Tensor:
-        """Return windows `first` to `first + count - 1` of the infinite sequence: [count, length + 1] int64."""
-        return torch.from_numpy(np.stack([self._window(number) for number in range(first, first + count)]))
+    def batch(self, number: int) -> Tensor:
+        """Return a batch of the infinite sequence: [rows, length + 1] int64."""
+        first = number * self._rows
+        return torch.from_numpy(np.stack([self._window(number) for number in range(first, first + self._rows)]))
+
+    def tokens(self, number: int) -> int:
+        """Return the tokens of a batch to learn from."""
+        return self._rows * self._length
 
     def _window(self, number: int) -> NDArray[np.int64]:
         epoch, place = divmod(number, self.each_pass)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +20,7 @@ from outrider.core.session.training_samples import TrainingSample
 from outrider.engine.transformers.quiet import quiet
 from outrider.errors import ConfigError
 from outrider.training.objectives import ObjectiveName, agreement, objective
+from outrider.training.positions import Chosen, Positions
 from outrider.training.sparse import bucketed, filled
 from outrider.training.tasks.drafter_task import save_checkpoint
 
@@ -94,13 +95,13 @@ class OnlineModel:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * min(1.0, self._steps / WARMUP)
         self._optimizer.zero_grad(set_to_none=True)
-        positions = _Positions.of(samples)
+        positions = _positions(samples)
         with torch.no_grad():
             ids, logprobs = filled(positions.ids, positions.logprobs, other.read(positions))
-        logits = _logits(self.learning, positions)
+        logits = positions.logits(self.learning)
         loss = self._loss(*bucketed(ids, logprobs, logits))
         surprise = cross_entropy(logits, positions.ids[:, 0], reduction="none")
-        loss = torch.where(positions.greedy, GREEDY_WEIGHT * surprise + (1.0 - GREEDY_WEIGHT) * loss, loss).mean()
+        loss = torch.where(_greedy(samples), GREEDY_WEIGHT * surprise + (1.0 - GREEDY_WEIGHT) * loss, loss).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         if torch.nn.utils.clip_grad_norm_(self.learning.parameters(), CLIP).isfinite():
             self._optimizer.step()
@@ -113,19 +114,19 @@ class OnlineModel:
         unknown = [sample for sample in samples if sample not in self._agreed]
         for start in range(0, len(unknown), SCORED):
             part = unknown[start : start + SCORED]
-            positions = _Positions.of(part)
+            positions = _positions(part)
             with torch.no_grad():
                 logits = self.read(positions)
                 shared = agreement(*bucketed(positions.ids, positions.logprobs, logits)).neg().exp().double()
             same = (logits.argmax(-1) == positions.ids[:, 0]).double()
-            each = torch.split(torch.where(positions.greedy, same, shared), positions.counts)
+            each = torch.split(torch.where(_greedy(part), same, shared), positions.counts)
             self._agreed.update(zip(part, (float(shares.mean()) for shares in each), strict=True))
         agreed = np.array([self._agreed[sample] for sample in samples])
         return AgreementScore(agreed, np.array([sample.chosen for sample in samples], np.int64))
 
-    def read(self, positions: _Positions) -> Tensor:
+    def read(self, positions: Positions) -> Tensor:
         """Return the logits at each position: [positions, vocabulary]."""
-        return _logits(self.model, positions)
+        return positions.logits(self.model)
 
     def _average(self) -> None:
         decay = min(DECAY, self._steps / (self._steps + 10))
@@ -138,40 +139,19 @@ class OnlineModel:
         save_checkpoint(folder, self.model, self.folder)
 
 
-class _Positions(NamedTuple):
-    """The positions at which the target chose tokens, in the windows of some samples, and its distribution there."""
-
-    tokens: Tensor  # [windows, tokens] with padding, which no position attends to
-    rows: Tensor  # [positions] index of the window
-    columns: Tensor  # [positions] index of the token before the position
-    ids: Tensor  # [positions, k] the target's likeliest tokens
-    logprobs: Tensor  # [positions, k] of these tokens
-    greedy: Tensor  # [positions] whether the target was greedy
-    counts: list[int]  # positions of each sample
-
-    @classmethod
-    def of(cls, samples: Sequence[TrainingSample]) -> _Positions:
-        windows = [_window(sample) for sample in samples]
-        tokens = torch.zeros(len(windows), max(map(len, windows)) - 1, dtype=torch.int64)
-        for row, window in zip(tokens, windows, strict=True):
-            row[: len(window) - 1] = torch.from_numpy(window[:-1])
-        counts = [sample.chosen for sample in samples]
-        ends = [len(window) - 1 for window in windows]
-        k = min(sample.ids.shape[1] for sample in samples)
-        return cls(
-            tokens,
-            torch.arange(len(windows)).repeat_interleave(torch.tensor(counts)),
-            torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]),
-            torch.from_numpy(np.concatenate([sample.ids[:, :k] for sample in samples])),
-            torch.from_numpy(np.concatenate([sample.logprobs[:, :k] for sample in samples])),
-            torch.tensor([sample.greedy for sample in samples]).repeat_interleave(torch.tensor(counts)),
-            counts,
-        )
+def _positions(samples: Sequence[TrainingSample]) -> Positions:
+    return Positions.of(map(_chosen, samples))
 
 
-def _logits(model: Any, positions: _Positions) -> Tensor:
-    logits: Tensor = model(positions.tokens, use_cache=False).logits[positions.rows, positions.columns]
-    return logits
+def _chosen(sample: TrainingSample) -> Chosen:
+    window = _window(sample)
+    return Chosen(window, np.arange(len(window) - sample.chosen, len(window)), sample.ids, sample.logprobs)
+
+
+def _greedy(samples: Sequence[TrainingSample]) -> Tensor:
+    """Return whether the target was greedy at each position: [positions]."""
+    greedy, counts = [sample.greedy for sample in samples], [sample.chosen for sample in samples]
+    return torch.tensor(greedy).repeat_interleave(torch.tensor(counts))
 
 
 def _window(sample: TrainingSample) -> NDArray[np.int64]:

@@ -18,17 +18,18 @@ def write_result(
     task: TrainingTask,
     student: Any,
     source: Path,
+    target: Path | None,
     state: TrainingState,
     measured: Evaluation | None,
 ) -> None:
-    """Write the student to the recipe's output. `source`: folder of the target's tokenizer.
+    """Write the student to the recipe's output. `source`: folder of the tokenizer; `target`: the target's, or its file.
 
     Raises the errors of `replaced`.
     """
     with replaced(recipe.output) as folder:
         task.write(student, source, folder)
-        if recipe.target is not None:
-            write_card(folder, _card(recipe, task.kind, source, state, measured))
+        if target is not None:
+            write_card(folder, _card(recipe, task.kind, target, state, measured))
 
 
 def _card(

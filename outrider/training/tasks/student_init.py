@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.group import ALONE
 from outrider.engine.transformers.pretrained import NO_HUB_KERNELS, Pretrained
@@ -87,6 +88,22 @@ def _from_layers(target: Any, kept: tuple[int, ...]) -> Any:
         ) from None
     student.tie_weights()
     return student
+
+
+def reduce_head(student: Any, draft_ids: tuple[int, ...]) -> None:
+    """Leave a model's head the rows of these ids alone. Its embedding has all ids, and is trained no further.
+
+    The embedding is most of a small model with a large vocabulary, and was the target's.
+    """
+    embedding, head = student.get_input_embeddings(), student.get_output_embeddings()
+    rows = head.weight.detach()[list(draft_ids)].clone()
+    reduced = torch.nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+    reduced.weight = torch.nn.Parameter(rows)
+    student.set_output_embeddings(reduced)
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    config = student.config
+    config.tie_word_embeddings = False
+    setattr(config, DRAFT_IDS, list(draft_ids))
 
 
 def _renumbered(name: str, kept: tuple[int, ...]) -> str:

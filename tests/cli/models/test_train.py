@@ -27,7 +27,7 @@ LEARNING = {
     "tokens": 1_500_000,
     "minutes": 2.5,
     "learning_rate": 0.002,
-    "warm_up": 7,
+    "warm_up": 0.07,
     "weight_decay": 0.3,
     "seed": 9,
     "precision": "float32",
@@ -64,6 +64,16 @@ RECIPES: dict[str, list[Section]] = {
             tokens=1,
         ),
         DrafterRecipe(text=("a",), output=Path("o"), target=Path("t"), start=Path("s"), minutes=1),
+        DrafterRecipe(
+            output=Path("o"),
+            target=Path("t"),
+            layers=(0,),
+            minutes=1,
+            prompts=Path("p"),
+            answers=3_000_000,
+            answer=200,
+            draft_vocabulary=8192,
+        ),
     ],
     **{
         command: [
@@ -159,7 +169,7 @@ def test_an_unknown_key_of_a_recipe_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["--output", "o"], "flags: text: Field required"),
+        (["--output", "o"], "flags: text: give files, folders"),
         (
             ["--text", "docs", "--output", "o", "--target", "models/target", "--layers", "0"],
             "tokens or minutes must say",

@@ -98,10 +98,11 @@ def test_a_tokenizer_is_made_of_texts_that_are_not_held_out(tmp_path: Path) -> N
 
 def test_every_pass_sees_each_window_once_in_another_order() -> None:
     ids = np.arange(1000, dtype=np.uint16)
-    windows = Windows(ids, 16, seed=5)
-    passes = [windows.batch(number * windows.each_pass, windows.each_pass) for number in range(3)]
+    each_pass = Windows(ids, 16, seed=5).each_pass
+    windows = Windows(ids, 16, seed=5, rows=each_pass)
+    passes = [windows.batch(number) for number in range(3)]
     for seen in passes:
-        assert seen.shape == (windows.each_pass, 17)
+        assert seen.shape == (each_pass, 17)
         assert bool((seen.diff(dim=1) == 1).all())  # in one piece
         learned = seen[:, 1:].flatten()
         assert len(learned.unique()) == len(learned) > 960
@@ -111,15 +112,15 @@ def test_every_pass_sees_each_window_once_in_another_order() -> None:
 
 def test_windows_are_a_function_of_the_seed_and_their_number() -> None:
     ids = np.arange(500, dtype=np.uint32)
-    windows = Windows(ids, 16, seed=1)
-    later = windows.batch(70, 4)
-    windows.batch(0, 4)
-    assert torch.equal(windows.batch(70, 4), later)
-    assert torch.equal(Windows(ids, 16, seed=1).batch(72, 2), later[2:])
-    assert not torch.equal(Windows(ids, 16, seed=2).batch(70, 4), later)
+    windows = Windows(ids, 16, seed=1, rows=4)
+    later = windows.batch(17)
+    windows.batch(0)
+    assert torch.equal(windows.batch(17), later)
+    assert torch.equal(Windows(ids, 16, seed=1, rows=2).batch(35), later[2:])
+    assert not torch.equal(Windows(ids, 16, seed=2, rows=4).batch(17), later)
 
 
 def test_the_shortest_text_is_one_window() -> None:
     ids = np.arange(17, dtype=np.uint16)
-    assert Windows(ids, 16, seed=0).batch(5, 1).tolist() == [list(range(17))]
+    assert Windows(ids, 16, seed=0).batch(5).tolist() == [list(range(17))]
     assert [each.tolist() for each in spread(ids, 8, 5)] == [list(range(8)), list(range(9, 17))]

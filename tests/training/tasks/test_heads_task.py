@@ -41,7 +41,7 @@ def recipe(target: Path, output: Path, kind: Kind, /, **changes: Any) -> HeadsRe
         "window": 64,
         "batch": 4,
         "tokens": STEPS * 256,
-        "warm_up": 4,
+        "warm_up": 0.1,
         "learning_rate": 1e-2,
         "measure_steps": STEPS,
         "threads": 1,

@@ -1,0 +1,88 @@
+"""Has a target write what its drafter learns from, in a folder that a later run goes on with."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from outrider.core.session.digest import mix64
+from outrider.engine.checkpoints.checkpoint import has_blocks
+from outrider.engine.loading import load_engine
+from outrider.errors import ConfigError
+from outrider.training.answers.answer_store import AnswerStore
+from outrider.training.answers.dialogue import Dialogues, read_prompts
+from outrider.training.answers.teacher import AT_ONCE, MOST_ASKED, Teacher
+from outrider.training.data.corpus import OnProgress
+from outrider.training.recipe import WRITING, DrafterRecipe
+
+GIVEN = 512  # tokens of a prompt and of a template's words that an engine has room for
+LEAST = 64  # texts that a training needs: of fewer, none could be held out
+TIMES = "seconds.json"
+
+
+def write_answers(recipe: DrafterRecipe, target: Path, device: str, on_progress: OnProgress) -> AnswerStore:
+    """Return the target's texts: those of an earlier run, and new ones until there are enough or time is spent.
+
+    Raises ConfigError for a target that writes none, and CheckpointError for one that cannot be read and a full disk.
+    """
+    folder = recipe.run / "answers"
+    prompts = read_prompts(recipe.prompts) if recipe.prompts else ()
+    dialogues = Dialogues(target, prompts)
+    store = AnswerStore(folder)
+    spent = _Seconds(folder / TIMES, None if recipe.minutes is None else 60.0 * WRITING * recipe.minutes)
+    if store.chosen < recipe.answers and not spent.over:
+        on_progress("loading the target that writes", 0.0)
+        first = int(store.last_seed + 1) if len(store) else mix64(recipe.seed) >> 16
+        engine = load_engine(
+            target,
+            dtype="auto" if device != "cpu" or has_blocks(target) else "int8",
+            device=device,
+            slots=AT_ONCE,
+            rows=GIVEN + MOST_ASKED + recipe.answer,
+            threads=torch.get_num_threads(),
+        )
+        try:
+            for text in Teacher(engine, iter(dialogues), first_seed=first, most=recipe.answer).texts():
+                if text is not None:
+                    store.add(text)
+                done = max(store.chosen / recipe.answers, spent.share)
+                on_progress("the target writes answers", done)
+                if done >= 1.0:
+                    break
+        finally:
+            spent.save()
+            engine.close()
+    if len(store) < LEAST:
+        raise ConfigError(f"minutes: the target wrote {len(store)} texts, a training takes {LEAST}; give more minutes")
+    return store
+
+
+class _Seconds:
+    """The time that a target has written, in all runs."""
+
+    def __init__(self, file: Path, limit: float | None) -> None:
+        self._file = file
+        self._limit = limit
+        self._before = float(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else 0.0
+        self._began = time.monotonic()
+
+    @property
+    def _now(self) -> float:
+        return self._before + time.monotonic() - self._began
+
+    @property
+    def share(self) -> float:
+        """The share of its time that is spent."""
+        return 0.0 if self._limit is None else self._now / self._limit
+
+    @property
+    def over(self) -> bool:
+        """Whether its time is spent."""
+        return self.share >= 1.0
+
+    def save(self) -> None:
+        """Keep it for a later run."""
+        self._file.write_text(json.dumps(self._now), encoding="utf-8")
