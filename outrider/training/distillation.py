@@ -22,7 +22,7 @@ from outrider.errors import ConfigError
 from outrider.training.answers.answer_batches import AnswerBatches
 from outrider.training.data.corpus import OnProgress
 from outrider.training.data.windows import Windows
-from outrider.training.evaluation import Evaluation, HeldOut, HeldOutAnswers, HeldOutData
+from outrider.training.evaluation import ANSWERS, Evaluation, HeldOut, HeldOutAnswers, HeldOutData
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.saving import state as states
 from outrider.training.saving.atomic_save import refuse_to_replace
@@ -248,7 +248,7 @@ def _heads_task(recipe: TrainingRecipe, setup: TrainingSetup, target: Any) -> He
 
 def _parts_of_answers(recipe: DrafterRecipe, setup: TrainingSetup) -> Parts:
     assert setup.answers is not None
-    task, store, each = AnswersTask(recipe, setup.draft_ids), setup.answers, round(100 / recipe.held_out)
+    task, store, each = AnswersTask(recipe, setup.draft_ids), setup.answers.texts, round(100 / recipe.held_out)
     held_out = [text for text in range(len(store)) if text % each == 0]
     learned = [text for text in range(len(store)) if text % each]
     own, others = (
@@ -262,7 +262,10 @@ def _parts_of_answers(recipe: DrafterRecipe, setup: TrainingSetup) -> Parts:
         )
         for texts in (learned, held_out)
     )
-    return task, own, lambda _: HeldOutAnswers(task, store, held_out, others)
+    questions, categories = setup.answers.questions, setup.answers.categories
+    measured = [questions.read(text) for text in range(len(questions))]
+    measured = measured or [store.read(text) for text in held_out[:ANSWERS]]
+    return task, own, lambda _: HeldOutAnswers(task, measured, categories, others)
 
 
 def precision(recipe: TrainingRecipe, device: torch.device) -> Dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,7 @@ from outrider.training.tasks.answers_task import AnswersTask, committed
 
 if TYPE_CHECKING:
     from outrider.training.answers.answer_batches import AnswerBatches
-    from outrider.training.answers.answer_store import AnswerStore
+    from outrider.training.answers.answer_store import TargetAnswer
     from outrider.training.tasks.task import TextTask
 
 WINDOWS = 16
@@ -39,6 +39,7 @@ class Evaluation:
 
     held_out_loss: float  # of a model: nats per token; of heads: the training loss
     acceptance: Mapping[float, float]  # temperature -> acceptance length; empty without a target
+    by_category: Mapping[str, float] = field(default_factory=dict)  # of questions, over all temperatures
 
     def by_name(self) -> dict[str, float]:
         """Return the acceptance lengths by temperature, in the form in which they are recorded."""
@@ -98,10 +99,15 @@ class HeldOut:
 class HeldOutAnswers:
     """Some of the texts that the target wrote, and the student's drafts for their answers under the same noise."""
 
-    def __init__(self, task: AnswersTask, store: AnswerStore, texts: Sequence[int], batches: AnswerBatches) -> None:
-        """`texts`: numbers of those that nothing is learned from; `batches`: as those that it learns from."""
+    def __init__(
+        self, task: AnswersTask, texts: Sequence[TargetAnswer], categories: Sequence[str], batches: AnswerBatches
+    ) -> None:
+        """`texts`: the target's answers that drafts are compared with; `categories`: of each, or none; `batches`: of
+        held-out texts.
+        """
         self._task = task
-        self._texts = [store.read(text) for text in texts[:ANSWERS]]
+        self._texts = texts
+        self._categories = categories or [""] * len(texts)
         self._batches = batches
 
     @torch.no_grad()
@@ -109,13 +115,19 @@ class HeldOutAnswers:
         """See `HeldOutData`."""
         with evaluated(student):
             device = next(student.parameters()).device
-            steps, tokens = Counter[float](), Counter[float]()
+            steps, tokens = Counter[float | str](), Counter[float | str]()
             losses = [self._task.held_out(student, self._batches.batch(number).to(device)) for number in range(BATCHES)]
-            for text in self._texts:
-                done, said = committed(self._task.agreed(student, text, self._batches.window))
-                steps[text.temperature] += done
-                tokens[text.temperature] += said
-            return Evaluation(sum(losses) / BATCHES, {at: tokens[at] / steps[at] for at in sorted(steps)})
+            for text, category in zip(self._texts, self._categories, strict=True):
+                done, said = committed(self._task.agreed(student, text))
+                for part in (text.temperature, category):
+                    steps[part] += done
+                    tokens[part] += said
+            lengths = {part: tokens[part] / steps[part] for part in steps}
+            return Evaluation(
+                sum(losses) / BATCHES,
+                {at: lengths[at] for at in sorted({text.temperature for text in self._texts})},
+                {name: lengths[name] for name in dict.fromkeys(self._categories) if name},
+            )
 
 
 @contextmanager

@@ -92,7 +92,8 @@ class DrafterRecipe(TrainingRecipe):
 
     tokenizer: Path | None = None  # folder with a tokenizer.json, if there is no target; None: the target's tokenizer
 
-    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these layers of the target, counted from 0
+    # Start from these layers of the target, counted from 0; by default, without text, from the first two and the last.
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
     start: Path | None = None  # or start from this checkpoint, which has the target's tokenizer
     # Or start from random weights, with this width of the residual stream.
     width: int | None = Field(default=None, ge=8)
@@ -108,10 +109,11 @@ class DrafterRecipe(TrainingRecipe):
 
     # Without text: the target writes what is learned from, with its chat template.
     prompts: Path | None = None  # prompts that it answers: lines, or a .jsonl file with a field `prompt`; None: its own
+    questions: Path | None = None  # as `prompts`, also with a field `category`: drafts are measured on their answers
     answers: int = Field(default=4_000_000, ge=1)  # tokens that it writes; at most 40 % of the minutes
     answer: int = Field(default=256, ge=16)  # tokens of an answer at most
 
-    # Ids that the head has: those that the target writes most often. None: all, as where the target is small.
+    # Ids of the head: those that the target writes most often. None: 8,192 of four times as many or more, else all.
     draft_vocabulary: int | None = Field(default=None, ge=16)
 
     # Share of the steps in which the drafter itself continues the text.
@@ -128,14 +130,16 @@ class DrafterRecipe(TrainingRecipe):
             raise ValueError(f"objective {self.objective} needs a target; give one, or the objective text")
         if (self.target is None) == (self.tokenizer is None):
             raise ValueError("give either a target, whose tokenizer is taken, or a tokenizer")
-        if sum((bool(self.layers), self.start is not None, self.width is not None)) != 1:
+        given = sum((bool(self.layers), self.start is not None, self.width is not None))
+        if given > 1 or (self.text and not given):
             raise ValueError("give one of layers of the target, start (a checkpoint) and width (a shape)")
         if self.layers and self.target is None:
             raise ValueError("layers are those of a target; give one")
         if self.on_policy and self.objective == "text":
             raise ValueError("on_policy: a target scores the text that the drafter generates; give another objective")
-        if self.text and self.prompts is not None:
-            raise ValueError("prompts: are answered where no text is given; give one of the two")
+        for key in ("prompts", "questions"):
+            if self.text and getattr(self, key) is not None:
+                raise ValueError(f"{key}: are answered where no text is given; leave out text")
         if self.text and self.draft_vocabulary is not None:
             raise ValueError(
                 "draft_vocabulary: is chosen from what the target writes where no text is given; leave out text"
@@ -174,7 +178,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
     ConfigError.
     """
     values, base = read_toml(file), file.resolve().parent
-    for key in ("output", "tokenizer", "target", "start", "prompts"):
+    for key in ("output", "tokenizer", "target", "start", "prompts", "questions"):
         if isinstance(given := values.get(key), str) and not (key in ("target", "start") and hub_name(given, base)):
             values[key] = str(base / given)
     if isinstance(sources := values.get("text"), list):

@@ -13,13 +13,14 @@ from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder, is_gguf
 from outrider.training.answers.answer_batches import frequent_ids
-from outrider.training.answers.answer_store import AnswerStore
-from outrider.training.answers.writing import write_answers
+from outrider.training.answers.writing import Written, write_answers
 from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare
 from outrider.training.data.texts import TrainingTexts
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.tasks.heads_task import make_heads
 from outrider.training.tasks.student_init import load, make_student, reduce_head
+
+REDUCED = 8192  # ids of a head for a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class TrainingSetup:
     tokenizer_folder: Path  # the target's, if there is one
     student: Any  # the drafter's model or the heads, before the first step
     corpus: Corpus | None  # None: the target writes
-    answers: AnswerStore | None  # what the target wrote
+    answers: Written | None  # what the target wrote
     draft_ids: tuple[int, ...]  # of a reduced vocabulary; empty: the whole
     digests: dict[str, str | None]  # of texts, tokenizer and target
 
@@ -69,9 +70,8 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
         eos_ids, target = target.eos_ids, None  # its memory is the writing engine's
         answers = write_answers(recipe, target_folder, device, on_progress)
     draft_ids: tuple[int, ...] = ()
-    if isinstance(recipe, DrafterRecipe) and recipe.draft_vocabulary is not None:
-        assert answers is not None  # the recipe checks this
-        draft_ids = frequent_ids(answers, range(len(answers)), recipe.draft_vocabulary, eos_ids)
+    if answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
+        draft_ids = frequent_ids(answers.texts, range(len(answers.texts)), count, eos_ids)
         reduce_head(student, draft_ids)
     digests = {
         "texts": corpus.digest if corpus else "",
@@ -79,6 +79,13 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
         "target": None if target_folder is None else weights_digest(target_folder),
     }
     return TrainingSetup(target_folder, target, tokenizer_folder, student, corpus, answers, draft_ids, digests)
+
+
+def _draft_vocabulary(recipe: TrainingRecipe, vocabulary: int) -> int:
+    """Return how many ids a drafter's head has; 0: all."""
+    assert isinstance(recipe, DrafterRecipe)
+    count = recipe.draft_vocabulary or (REDUCED if vocabulary >= 4 * REDUCED else vocabulary)
+    return count if count < vocabulary else 0
 
 
 def _tokenizer_of(file: Path, folder: Path) -> Path:

@@ -67,6 +67,8 @@ def run_training(recipe: TrainingRecipe) -> None:
             file=sys.stderr,
         )
         raise SystemExit(INTERRUPTED)
+    for category, length in (now.measured.by_category if now.measured else {}).items():
+        print(f"outrider train: {category}: {length:.2f} tokens a step")
     print(last_line(recipe, now), flush=True)
 
 

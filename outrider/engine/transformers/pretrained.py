@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,10 @@ def from_pretrained(checkpoint: Path, **options: Any) -> Any:
     from transformers import GgufConfig
 
     dequantized = GgufConfig(gguf_file=checkpoint.name, dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint.parent, gguf_file=checkpoint.name, quantization_config=dequantized, **SAFE_LOADING, **options
-    )
+    with redirect_stderr(StringIO()):  # a progress bar that no setting of transformers switches off
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint.parent, gguf_file=checkpoint.name, quantization_config=dequantized, **SAFE_LOADING, **options
+        )
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class AnswerBatches:
         """
         self._store = store
         self._texts = np.array(texts)
-        self.window = window
+        self._window = window
         self._most = batch * window
         self._seed = seed
         self._ranks = draft_ranks(draft_ids)
@@ -36,7 +36,7 @@ class AnswerBatches:
     def batch(self, number: int) -> Positions:
         """Return batch `number` of the infinite sequence."""
         return Positions.of(
-            chosen_of(self._store.read(int(text)), self.window, self._ranks) for text in self._at(number)
+            chosen_of(self._store.read(int(text)), self._window, self._ranks) for text in self._at(number)
         )
 
     def tokens(self, number: int) -> int:

@@ -99,6 +99,12 @@ class AnswerStore:
         self._tokens = np.append(self._tokens, self._tokens[-1] + len(answer.tokens))
         self._rows = np.append(self._rows, self._rows[-1] + len(answer.ids))
 
+    def clear(self) -> None:
+        """Remove all texts. Raises CheckpointError."""
+        with self._writing("wb"):
+            pass
+        self._entries, self._tokens, self._rows = self._entries[:0], self._tokens[:1], self._rows[:1]
+
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each text."""
         found: NDArray[np.int64] = np.diff(self._tokens)

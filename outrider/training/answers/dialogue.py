@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -33,7 +34,7 @@ class Prompt:
 
 
 class Dialogues:
-    """Prompts of a target with a chat template, or of user's own ones; without both, beginnings of texts."""
+    """Prompts for a target with a chat template: a user's own, or its own."""
 
     def __init__(self, target: Path, prompts: Sequence[str] = ()) -> None:
         """`prompts`: a user's own; they are answered one after another, again and again.
@@ -46,16 +47,21 @@ class Dialogues:
         if tokenizer.chat_template is None:
             raise ConfigError(f"target: {target} has no chat template, so it writes no answers; give --text")
         self._tokenizer = tokenizer
-        self._prompts = tuple(prompts)
         self._before, self._between = map(self._coded, self._rendered(CONTENT).split(CONTENT, 1))
+        self._prompts = [*map(self.asked, prompts)]
 
     def __iter__(self) -> Iterator[Prompt]:
         """Yield prompts without end."""
-        if not self._prompts:
-            while True:
-                yield Prompt(self._before, self._between)
-        for content in cycle(self._prompts):
-            yield Prompt(self._coded(self._rendered(content)), None)
+        yield from cycle(self._prompts or [Prompt(self._before, self._between)])
+
+    @property
+    def longest(self) -> int:
+        """The largest number of given tokens in a text."""
+        return max((len(it.before) for it in self._prompts), default=len(self._before) + len(self._between))
+
+    def asked(self, content: str) -> Prompt:
+        """Return the prompt of a user's own words."""
+        return Prompt(self._coded(self._rendered(content)), None)
 
     def _rendered(self, content: str) -> str:
         turns = [{"role": "user", "content": content}]
@@ -68,17 +74,29 @@ class Dialogues:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return a user's prompts: the lines of a text, or the field `prompt` of lines of JSON. Raises ConfigError."""
+class UserPrompt(NamedTuple):
+    """A prompt of a user's file."""
+
+    content: str
+    category: str  # "": none
+
+
+def read_prompts(path: Path, key: str) -> list[UserPrompt]:
+    """Return a user's prompts: the lines of a text, or the fields `prompt` and `category` of lines of JSON.
+
+    `key`: of the recipe, for errors. Raises ConfigError.
+    """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
+    prompts = [UserPrompt(line, "") for line in lines]
     if path.suffix == ".jsonl":
         try:
-            lines = [str(json.loads(line)["prompt"]) for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"prompts: {path} has a line that is no object with a field prompt ({error})") from None
-    if not lines:
-        raise ConfigError(f"prompts: {path} has no prompt")
-    return lines
+            objects = [json.loads(line) for line in lines]
+            prompts = [UserPrompt(str(it["prompt"]), str(it.get("category", ""))) for it in objects]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{key}: {path} has a line that is no object with a field prompt ({error})") from None
+    if not prompts:
+        raise ConfigError(f"{key}: {path} has no prompt")
+    return prompts

@@ -42,29 +42,29 @@ class _Text:
 
 
 class Teacher:
-    """Writes texts with an engine. Its slots are as many as texts are written at once."""
+    """Writes texts with an engine, as many at once as that has slots."""
 
     def __init__(self, engine: Engine, prompts: Iterator[Prompt], *, first_seed: int, most: int) -> None:
-        """`most`: tokens of an answer."""
+        """`prompts`: one for each text; the seeds of the texts are consecutive numbers. `most`: tokens of an answer."""
         self._engine = engine
         self._prompts = prompts
         self._seed = first_seed
         self._most = most
-        self._texts = [self._begun() for _ in range(engine.slots)]
+        self._texts: list[_Text | None] = [self._begun() for _ in range(engine.slots)]
 
     def texts(self) -> Iterator[TargetAnswer | None]:
-        """Yield each text when it is complete, and None after each pass; without end.
+        """Yield each text when it is complete, and None after each pass; until all prompts are answered.
 
         Raises ConfigError where the target asks for nothing, again and again.
         """
         left_out = 0
-        while True:
-            segments = [_segment(slot, text) for slot, text in enumerate(self._texts)]
-            draws = [text.sampler.draw(restricts=False) for text in self._texts]
+        while written := [(slot, text) for slot, text in enumerate(self._texts) if text is not None]:
+            segments = [_segment(slot, text) for slot, text in written]
+            draws = [text.sampler.draw(restricts=False) for _, text in written]
             logits = self._engine.sample(segments, draws)
-            for slot, text in enumerate(self._texts):
+            for row, (slot, text) in enumerate(written):
                 text.read = len(text.tokens)
-                if self._wrote(text, logits, slot):
+                if self._wrote(text, logits, row):
                     left_out = 0 if text.answer else left_out + 1
                     if text.answer:
                         yield _complete(text)
@@ -73,8 +73,10 @@ class Teacher:
                 raise ConfigError("target: writes no instructions that end, so it is not tuned to chat; give --prompts")
             yield None
 
-    def _begun(self) -> _Text:
-        prompt, seed = next(self._prompts), self._seed
+    def _begun(self) -> _Text | None:
+        prompt, seed = next(self._prompts, None), self._seed
+        if prompt is None:
+            return None
         self._seed += 1
         tokens, temperature = [*prompt.before], TEMPERATURES[seed % len(TEMPERATURES)]
         text = _Text(prompt, seed, temperature, self._sampler(seed, 1.0, tokens), tokens)

@@ -5,46 +5,69 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from outrider.core.session.digest import mix64
-from outrider.engine.checkpoints.checkpoint import has_blocks
+from outrider.engine.checkpoints.checkpoint import has_blocks, read_outline
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from outrider.training.answers.answer_store import AnswerStore
 from outrider.training.answers.dialogue import Dialogues, read_prompts
-from outrider.training.answers.teacher import AT_ONCE, MOST_ASKED, Teacher
+from outrider.training.answers.teacher import AT_ONCE, MOST_ASKED, TEMPERATURES, Teacher
 from outrider.training.data.corpus import OnProgress
 from outrider.training.recipe import WRITING, DrafterRecipe
 
-GIVEN = 512  # tokens of a prompt and of a template's words that an engine has room for
 LEAST = 64  # texts that a training needs: of fewer, none could be held out
 TIMES = "seconds.json"
 
 
-def write_answers(recipe: DrafterRecipe, target: Path, device: str, on_progress: OnProgress) -> AnswerStore:
+class Written(NamedTuple):
+    """What a target has written."""
+
+    texts: AnswerStore
+    questions: AnswerStore  # answers to the questions that drafters are measured on; empty without such
+    categories: tuple[str, ...]  # of the questions' answers
+
+
+def write_answers(recipe: DrafterRecipe, target: Path, device: str, on_progress: OnProgress) -> Written:
     """Return the target's texts: those of an earlier run, and new ones until there are enough or time is spent.
 
     Raises ConfigError for a target that writes none, and CheckpointError for one that cannot be read and a full disk.
     """
     folder = recipe.run / "answers"
-    prompts = read_prompts(recipe.prompts) if recipe.prompts else ()
-    dialogues = Dialogues(target, prompts)
-    store = AnswerStore(folder)
+    prompts = read_prompts(recipe.prompts, "prompts") if recipe.prompts else []
+    questions = read_prompts(recipe.questions, "questions") if recipe.questions else []
+    dialogues = Dialogues(target, [it.content for it in prompts])
+    # Each question three times in a row: the seeds of its answers, and so their temperatures, are consecutive.
+    asked = [dialogues.asked(it.content) for it in questions for _ in TEMPERATURES]
+    given = dialogues.longest + (0 if prompts else MOST_ASKED)
+    rows = max(given, *(len(it.before) for it in asked), 0) + recipe.answer
+    if rows > (context := read_outline(target).context):
+        raise ConfigError(
+            f"answer: with the longest prompt a text has {rows} tokens; the target's context has {context}"
+        )
+    store, answers = AnswerStore(folder), AnswerStore(recipe.run / "questions")
     spent = _Seconds(folder / TIMES, None if recipe.minutes is None else 60.0 * WRITING * recipe.minutes)
-    if store.chosen < recipe.answers and not spent.over:
+    if len(answers) < len(asked) or (store.chosen < recipe.answers and not spent.over):
         on_progress("loading the target that writes", 0.0)
-        first = int(store.last_seed + 1) if len(store) else mix64(recipe.seed) >> 16
         engine = load_engine(
             target,
             dtype="auto" if device != "cpu" or has_blocks(target) else "int8",
             device=device,
             slots=AT_ONCE,
-            rows=GIVEN + MOST_ASKED + recipe.answer,
+            rows=rows,
             threads=torch.get_num_threads(),
         )
         try:
+            if len(answers) < len(asked):
+                answers.clear()
+                for text in Teacher(engine, iter(asked), first_seed=0, most=recipe.answer).texts():
+                    if text is not None:
+                        answers.add(text)
+                    on_progress("the target answers questions", len(answers) / len(asked))
+            first = store.last_seed + 1 if len(store) else mix64(recipe.seed) >> 16
             for text in Teacher(engine, iter(dialogues), first_seed=first, most=recipe.answer).texts():
                 if text is not None:
                     store.add(text)
@@ -57,7 +80,8 @@ def write_answers(recipe: DrafterRecipe, target: Path, device: str, on_progress:
             engine.close()
     if len(store) < LEAST:
         raise ConfigError(f"minutes: the target wrote {len(store)} texts, a training takes {LEAST}; give more minutes")
-    return store
+    categories = [questions[answers.read(text).seed // len(TEMPERATURES)].category for text in range(len(answers))]
+    return Written(store, answers, tuple(categories))
 
 
 class _Seconds:

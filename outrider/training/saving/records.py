@@ -42,6 +42,7 @@ class TrainingRecords:
             "loss": None if math.isnan(now.loss) else now.loss,
             "held_out_loss": now.measured and now.measured.held_out_loss,
             "acceptance": now.measured.by_name() if now.measured else {},
+            "by_category": now.measured and {name: round(it, 4) for name, it in now.measured.by_category.items()},
             "tokens_per_s": round(now.tokens / now.seconds, 1) if now.seconds else None,
         }
         self._write("a", json.dumps(figures) + "\n")

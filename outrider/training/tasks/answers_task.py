@@ -45,9 +45,9 @@ class AnswersTask:
         """Return the loss on texts."""
         return float(self.loss(plain, plain, 0, window))
 
-    def agreed(self, plain: Any, text: TargetAnswer, window: int) -> BoolArray:
+    def agreed(self, plain: Any, text: TargetAnswer) -> BoolArray:
         """Return at which tokens of an answer the model's first choice under the shared noise is the target's."""
-        tokens = torch.from_numpy(text.tokens[: window + 1].astype(np.int64))
+        tokens = torch.from_numpy(text.tokens.astype(np.int64))
         places = range(text.answer, len(tokens))
         logits = plain(tokens[None, :-1].to(plain.device), use_cache=False).logits[0, text.answer - 1 :]
         scores = logits.double().cpu().numpy()

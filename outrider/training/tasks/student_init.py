@@ -41,11 +41,11 @@ def make_student(recipe: DrafterRecipe, target: Pretrained | None, vocabulary: V
     torch.manual_seed(recipe.seed)
     if recipe.start is not None:
         student = _from_checkpoint(recipe.start, target, vocabulary)
-    elif recipe.layers:
+    elif recipe.width is not None:
+        student = _from_shape(recipe, target, vocabulary)
+    else:
         assert target is not None  # the recipe checks this
         student = _from_layers(target.model, recipe.layers)
-    else:
-        student = _from_shape(recipe, target, vocabulary)
     context = getattr(student.config.get_text_config(), "max_position_embeddings", None) or recipe.window
     for whose, longest in (("the drafter", context), ("the target", target.context if target else context)):
         if recipe.window > longest:
@@ -66,13 +66,14 @@ def _from_checkpoint(folder: Path, target: Pretrained | None, vocabulary: Vocabu
 
 
 def _from_layers(target: Any, kept: tuple[int, ...]) -> Any:
-    """Return a model with the target's embedding, norm and head, and the layers `kept`.
+    """Return a model with the target's embedding, norm and head, and the layers `kept`, or its first two and its last.
 
     Raises ConfigError for a layer that the target does not have.
     """
     config = type(target.config).from_dict(target.config.to_dict())
     of_text = config.get_text_config()
     layers = of_text.num_hidden_layers
+    kept = kept or tuple(sorted({0, min(1, layers - 1), layers - 1}))
     if wrong := [layer for layer in kept if layer >= layers]:
         raise ConfigError(f"layers: the target has {layers}, counted from 0; it has no layer {wrong[0]}")
     of_text.num_hidden_layers = len(kept)

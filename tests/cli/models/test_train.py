@@ -70,6 +70,7 @@ RECIPES: dict[str, list[Section]] = {
             layers=(0,),
             minutes=1,
             prompts=Path("p"),
+            questions=Path("q"),
             answers=3_000_000,
             answer=200,
             draft_vocabulary=8192,

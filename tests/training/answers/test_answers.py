@@ -186,11 +186,14 @@ def test_a_drafter_of_some_ids_learns_from_answers_to_a_users_prompts(chatty: Pa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"say {word}"}) + "\n" for word in ("this", "that", "more")))
     output = tmp_path / "drafter"
-    recipe = settings(chatty, output, prompts=prompts, draft_vocabulary=120)
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"what is {it}", "category": it}) + "\n" for it in ("here", "it")))
+    recipe = settings(chatty, output, prompts=prompts, draft_vocabulary=120, questions=asked)
     training = train(recipe)
     figures = [json.loads(line) for line in (tmp_path / "drafter.run" / "figures.jsonl").read_text().splitlines()]
     assert figures[-1]["held_out_loss"] < 0.9 * figures[0]["held_out_loss"]
     assert set(figures[-1]["acceptance"]) == {"0", "0.7", "1"}
+    assert set(figures[-1]["by_category"]) == {"here", "it"}
     assert sum(figures[-1]["acceptance"].values()) > sum(figures[0]["acceptance"].values())
     config = read_config(output)
     assert len(config.draft_ids) == 120
@@ -213,15 +216,18 @@ def test_a_training_goes_on_with_the_texts_that_were_written(chatty: Path, tmp_p
     assert (tmp_path / "parts.run" / saved).read_bytes() == (tmp_path / "whole.run" / saved).read_bytes()
 
 
-def test_what_cannot_be_answered_is_named(target: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_answered_is_named(target: Path, chatty: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         begin(settings(target, tmp_path / "out"))
+    (tmp_path / "long.txt").write_text("word " * 100)
+    with pytest.raises(ConfigError, match=r"answer: .* tokens; the target's context has 128"):
+        begin(settings(chatty, tmp_path / "out", prompts=tmp_path / "long.txt"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_prompts(tmp_path / "none")
+        read_prompts(tmp_path / "none", "prompts")
     for content, wrong in (("{}\n", "field prompt"), ("text\n", "field prompt"), ("\n", "no prompt")):
         (tmp_path / "p.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=wrong):
-            read_prompts(tmp_path / "p.jsonl")
+            read_prompts(tmp_path / "p.jsonl", "prompts")
 
 
 @pytest.mark.parametrize(
