@@ -19,7 +19,7 @@ from outrider.core.session.digest import PHI, mix64
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
-from outrider.training.answers.answer_batches import AnswerBatches
+from outrider.training.answers.answer_batches import AnswerBatches, learned_and_held_out
 from outrider.training.data.corpus import OnProgress
 from outrider.training.data.windows import Windows
 from outrider.training.evaluation import ANSWERS, Evaluation, HeldOut, HeldOutAnswers, HeldOutData
@@ -248,9 +248,8 @@ def _heads_task(recipe: TrainingRecipe, setup: TrainingSetup, target: Any) -> He
 
 def _parts_of_answers(recipe: DrafterRecipe, setup: TrainingSetup) -> Parts:
     assert setup.answers is not None
-    task, store, each = AnswersTask(recipe, setup.draft_ids), setup.answers.texts, round(100 / recipe.held_out)
-    held_out = [text for text in range(len(store)) if text % each == 0]
-    learned = [text for text in range(len(store)) if text % each]
+    task, store = AnswersTask(recipe, setup.draft_ids), setup.answers.texts
+    learned, held_out = learned_and_held_out(len(store), recipe.held_out)
     own, others = (
         AnswerBatches(
             store,

@@ -48,6 +48,11 @@ class TrainingRecipe(TextSettings):
     output: Path  # folder to write the result to; the training's state is beside it, in FOLDER.run
     target: Path | None = None  # the target: a checkpoint's folder, or ORG/NAME[@REVISION]
 
+    # Without text: the target writes what is learned from, with its chat template.
+    prompts: Path | None = None  # prompts that it answers: lines, or a .jsonl file with a field `prompt`; None: its own
+    answers: int = Field(default=4_000_000, ge=1)  # tokens that it writes; at most 40 % of the minutes
+    answer: int = Field(default=256, ge=16)  # tokens of an answer at most
+
     # The loss; text: cross-entropy of the text, without the target.
     objective: Literal["text", "forward-kl", "reverse-kl", "total-variation", "agreement"] = "agreement"
     text_weight: float = Field(default=0.0, ge=0, lt=1)  # share of the text's cross-entropy in the loss
@@ -70,10 +75,16 @@ class TrainingRecipe(TextSettings):
     save_steps: int | None = Field(default=None, ge=1)  # steps between two saves; None: by time alone
     save_minutes: float = Field(default=10.0, gt=0)  # minutes between two saves
 
+    @property
+    def _writes(self) -> bool:
+        return self.target is not None and self.objective != "text"
+
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.tokens is None and self.minutes is None:
             raise ValueError("tokens or minutes must say how long to train")
+        if self.text and self.prompts is not None:
+            raise ValueError("prompts: are answered where no text is given; leave out text")
         return self
 
     @property
@@ -107,11 +118,7 @@ class DrafterRecipe(TrainingRecipe):
     # Few windows, so that there are many steps: after 400,000 tokens accepted drafts are a fifth longer than with 8.
     batch: int = Field(default=2, ge=1)  # windows of a pass, on each device
 
-    # Without text: the target writes what is learned from, with its chat template.
-    prompts: Path | None = None  # prompts that it answers: lines, or a .jsonl file with a field `prompt`; None: its own
     questions: Path | None = None  # as `prompts`, also with a field `category`: drafts are measured on their answers
-    answers: int = Field(default=4_000_000, ge=1)  # tokens that it writes; at most 40 % of the minutes
-    answer: int = Field(default=256, ge=16)  # tokens of an answer at most
 
     # Ids of the head: those that the target writes most often. None: 8,192 of four times as many or more, else all.
     draft_vocabulary: int | None = Field(default=None, ge=16)
@@ -119,10 +126,6 @@ class DrafterRecipe(TrainingRecipe):
     # Share of the steps in which the drafter itself continues the text.
     on_policy: float = Field(default=0.0, ge=0, le=1)
     continuation: int = Field(default=64, ge=1)  # tokens that the drafter generates in such a step
-
-    @property
-    def _writes(self) -> bool:
-        return self.target is not None and self.objective != "text"
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -137,9 +140,10 @@ class DrafterRecipe(TrainingRecipe):
             raise ValueError("layers are those of a target; give one")
         if self.on_policy and self.objective == "text":
             raise ValueError("on_policy: a target scores the text that the drafter generates; give another objective")
-        for key in ("prompts", "questions"):
-            if self.text and getattr(self, key) is not None:
-                raise ValueError(f"{key}: are answered where no text is given; leave out text")
+        if self.text and self.questions is not None:
+            raise ValueError("questions: are answered where no text is given; leave out text")
+        if self.text_weight and not self.text:
+            raise ValueError("text_weight: what the target writes is learned from its probabilities; give text")
         if self.text and self.draft_vocabulary is not None:
             raise ValueError(
                 "draft_vocabulary: is chosen from what the target writes where no text is given; leave out text"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outrider.engine.checkpoints.checkpoint import copy_tokenizer
 from outrider.engine.checkpoints.model_card import weights_digest
@@ -12,7 +14,7 @@ from outrider.engine.interface.engine import Dtype
 from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder, is_gguf
-from outrider.training.answers.answer_batches import frequent_ids
+from outrider.training.answers.answer_batches import frequent_ids, learned_and_held_out
 from outrider.training.answers.writing import Written, write_answers
 from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare
 from outrider.training.data.texts import TrainingTexts
@@ -31,8 +33,8 @@ class TrainingSetup:
     target: Pretrained | None
     tokenizer_folder: Path  # the target's, if there is one
     student: Any  # the drafter's model or the heads, before the first step
-    corpus: Corpus | None  # None: the target writes
-    answers: Written | None  # what the target wrote
+    corpus: Corpus | None  # None: a drafter learns from what the target wrote
+    answers: Written | None  # texts of the target; None: there is a corpus
     draft_ids: tuple[int, ...]  # of a reduced vocabulary; empty: the whole
     digests: dict[str, str | None]  # of texts, tokenizer and target
 
@@ -64,14 +66,17 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
         corpus = prepare(texts, vocabulary, recipe.run / "ids", on_progress)
         corpus.require(recipe.window + 1)
     else:
-        assert isinstance(recipe, DrafterRecipe)
         assert target is not None
         assert target_folder is not None
-        eos_ids, target = target.eos_ids, None  # its memory is the writing engine's
+        if isinstance(recipe, DrafterRecipe):
+            target = replace(target, model=None)  # its memory is the writing engine's
         answers = write_answers(recipe, target_folder, device, on_progress)
+        if not isinstance(recipe, DrafterRecipe):  # heads learn from the target's hidden states
+            corpus, answers = _as_corpus(answers, recipe.held_out), None
+            corpus.require(recipe.window + 1)
     draft_ids: tuple[int, ...] = ()
-    if answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
-        draft_ids = frequent_ids(answers.texts, range(len(answers.texts)), count, eos_ids)
+    if target is not None and answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
+        draft_ids = frequent_ids(answers.texts, range(len(answers.texts)), count, target.eos_ids)
         reduce_head(student, draft_ids)
     digests = {
         "texts": corpus.digest if corpus else "",
@@ -79,6 +84,16 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
         "target": None if target_folder is None else weights_digest(target_folder),
     }
     return TrainingSetup(target_folder, target, tokenizer_folder, student, corpus, answers, draft_ids, digests)
+
+
+def _as_corpus(written: Written, held_out: int) -> Corpus:
+    """Return what a target wrote as texts that follow one another; `held_out`: percent of them."""
+    texts = written.texts
+    learned, left_out = (
+        np.concatenate([texts.read(text).tokens for text in part])
+        for part in learned_and_held_out(len(texts), held_out)
+    )
+    return Corpus(learned, left_out, digest="", skipped=0)
 
 
 def _draft_vocabulary(recipe: TrainingRecipe, vocabulary: int) -> int:

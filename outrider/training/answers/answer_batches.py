@@ -69,6 +69,12 @@ class AnswerBatches:
         return [found[at] for at in random.permutation(len(found))]
 
 
+def learned_and_held_out(count: int, held_out: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of texts to learn from, and those of `held_out` percent of them, evenly spread."""
+    each = round(100 / held_out)
+    return [text for text in range(count) if text % each], [*range(0, count, each)]
+
+
 def draft_ranks(draft_ids: Sequence[int]) -> NDArray[np.int64] | None:
     """Return the place of each id in a reduced vocabulary, -1 for one that it lacks: [last id + 1]. None: the whole."""
     if not draft_ids:

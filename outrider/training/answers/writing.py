@@ -17,7 +17,7 @@ from outrider.training.answers.answer_store import AnswerStore
 from outrider.training.answers.dialogue import Dialogues, read_prompts
 from outrider.training.answers.teacher import AT_ONCE, MOST_ASKED, TEMPERATURES, Teacher
 from outrider.training.data.corpus import OnProgress
-from outrider.training.recipe import WRITING, DrafterRecipe
+from outrider.training.recipe import WRITING, DrafterRecipe, TrainingRecipe
 
 LEAST = 64  # texts that a training needs: of fewer, none could be held out
 TIMES = "seconds.json"
@@ -31,14 +31,15 @@ class Written(NamedTuple):
     categories: tuple[str, ...]  # of the questions' answers
 
 
-def write_answers(recipe: DrafterRecipe, target: Path, device: str, on_progress: OnProgress) -> Written:
+def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress: OnProgress) -> Written:
     """Return the target's texts: those of an earlier run, and new ones until there are enough or time is spent.
 
     Raises ConfigError for a target that writes none, and CheckpointError for one that cannot be read and a full disk.
     """
     folder = recipe.run / "answers"
     prompts = read_prompts(recipe.prompts, "prompts") if recipe.prompts else []
-    questions = read_prompts(recipe.questions, "questions") if recipe.questions else []
+    measured = recipe.questions if isinstance(recipe, DrafterRecipe) else None
+    questions = read_prompts(measured, "questions") if measured else []
     dialogues = Dialogues(target, [it.content for it in prompts])
     # Each question three times in a row: the seeds of its answers, and so their temperatures, are consecutive.
     asked = [dialogues.asked(it.content) for it in questions for _ in TEMPERATURES]

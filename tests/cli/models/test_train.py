@@ -37,6 +37,7 @@ LEARNING = {
     "save_steps": 60,
     "save_minutes": 1.5,
 }
+ANSWERS = {"prompts": Path("p"), "answers": 3_000_000, "answer": 200}
 RECIPES: dict[str, list[Section]] = {
     "tokenizer": [TokenizerRecipe(**TEXT, output=Path("o"), vocabulary=999)],
     "drafter": [
@@ -69,11 +70,9 @@ RECIPES: dict[str, list[Section]] = {
             target=Path("t"),
             layers=(0,),
             minutes=1,
-            prompts=Path("p"),
             questions=Path("q"),
-            answers=3_000_000,
-            answer=200,
             draft_vocabulary=8192,
+            **ANSWERS,
         ),
     ],
     **{
@@ -89,7 +88,8 @@ RECIPES: dict[str, list[Section]] = {
                 inner=None if kind == "medusa" else 96,
                 decay=0.7,
                 regression=0.5 if kind == "eagle" else None,
-            )
+            ),
+            HeadsRecipe(output=Path("o"), target=Path("t"), kind=kind, minutes=1, **ANSWERS),
         ]
         for command, kind in {"medusa": "medusa", "mlp": "mlp", "eagle": "eagle"}.items()
     },

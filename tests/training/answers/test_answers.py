@@ -20,7 +20,7 @@ from outrider.training.answers.answer_batches import AnswerBatches, chosen_of, d
 from outrider.training.answers.answer_store import TOP, AnswerStore, TargetAnswer
 from outrider.training.answers.dialogue import Dialogues, Prompt, read_prompts
 from outrider.training.answers.teacher import Teacher
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.recipe import DrafterRecipe, HeadsRecipe
 from outrider.training.tasks.answers_task import committed
 from tests.training.family import begin, make_target, train
 
@@ -203,6 +203,16 @@ def test_a_drafter_of_some_ids_learns_from_answers_to_a_users_prompts(chatty: Pa
     assert training.progress.tokens >= 40_000
 
 
+def test_heads_learn_from_answers(chatty: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("say this\nand that\n")
+    own = {"answers": 3000, "answer": 32, "window": 32, "batch": 4, "threads": 1, "precision": "float32"}
+    own |= {"tokens": 12_000, "learning_rate": 1e-2, "measure_steps": 40, "held_out": 20, "prompts": prompts}
+    train(HeadsRecipe(target=chatty, output=tmp_path / "heads", kind="medusa", depth=2, **own))
+    figures = [json.loads(line) for line in (tmp_path / "heads.run" / "figures.jsonl").read_text().splitlines()]
+    assert figures[-1]["held_out_loss"] < 0.95 * figures[0]["held_out_loss"]
+
+
 def test_a_training_goes_on_with_the_texts_that_were_written(chatty: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("say this\nand that\n")
@@ -236,6 +246,8 @@ def test_what_cannot_be_answered_is_named(target: Path, chatty: Path, tmp_path: 
         ({"on_policy": 0.5}, "on_policy"),
         ({"text": ("stdlib",), "draft_vocabulary": 50}, "draft_vocabulary"),
         ({"text": ("stdlib",), "prompts": "p"}, "prompts"),
+        ({"text": ("stdlib",), "questions": "q"}, "questions"),
+        ({"text_weight": 0.5}, "text_weight"),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused(changes: dict[str, Any], field: str, tmp_path: Path) -> None:

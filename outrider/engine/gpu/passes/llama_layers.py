@@ -56,8 +56,8 @@ class LlamaLayers:
         self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         self._cache = cache
         self._wanted = features
-        ids = torch.tensor(config.draft_ids, device=device)
-        self._head_ids = ids if config.draft_ids else None  # of the rows of the head; None: it has all
+        ids = config.draft_ids
+        self._head_ids = torch.tensor(ids).to(device) if ids else None  # of the rows of the head; None: it has all
         self._group = runtime.group
         self.kernels = runtime.kernels
         converted = CONVERTED if weights.dtype in ("float8", "int4") and device.type == "cuda" else 0
