@@ -8,7 +8,7 @@ VLLM := .vllm
 NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
 .PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-vllm test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
-	bench-cpu bench-trees bench-drafters bench-gpu bench-vllm arm docs references recording screenshots lint audit manifests proto typescript clean
+	bench-cpu bench-trees bench-drafters bench-gpu bench-real bench-vllm arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
 	$(BIN)/outrider demo
@@ -109,6 +109,10 @@ bench-drafters: $(STAMP)
 # The engine on an accelerator, where there is one, against its bandwidth.
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+# A real model's answers to everyday prompts, beside llama.cpp (bench/real.py): --size 1B, --drafter CHECKPOINT.
+bench-real: $(STAMP)
+	$(BIN)/python -m bench.real $(ARGS)
 
 # vLLM with our drafters beside vLLM alone: a quarter of an hour. ARGS adds flags.
 bench-vllm: $(STAMP) $(VLLM)/.installed

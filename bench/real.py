@@ -1,0 +1,232 @@
+"""Answers of a real model to everyday prompts: our ways to draft, plain decoding and llama.cpp, over the same file.
+
+usage: python -m bench.real [--gguf FILE] [--drafter CHECKPOINT] [--size 1B] [--prompts 2] [--rounds 1] [--tokens 96]
+
+The prompts are those of `bench/prompts/real.jsonl`, in the model's chat template: chat, code, summaries with the text
+in the prompt, translation and JSON. Every row is asked all of them, rows take turns, and an answer goes on behind its
+end, so that all have equally many tokens. The target is the file as it is, or padded to the cost of a larger model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.options import SEED
+from bench.peers.llama_cpp import build, llama_files, rows_of_worker
+from bench.real_files import SMOLLM2, real_file
+from bench.report.results import FOLDER, machine
+from bench.rows.cluster import ClusterRow, running
+from bench.rows.requests import BenchRequest
+from bench.rows.row import BenchRow
+from outrider.cli.command import parse_count, reported
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
+
+PROMPTS = Path(__file__).parent / "prompts" / "real.jsonl"
+TEMPERATURES = (0.0, 0.7, 1.0)
+LEARNING = 256  # tokens in which control learns, before anything is measured
+PLAIN, LOOKUP, DRAFTER, BOTH = "plain", "lookup", "drafter", "drafter and lookup"
+OURS = (PLAIN, LOOKUP, DRAFTER, BOTH)
+
+
+@dataclass(frozen=True)
+class RealPrompt:
+    """A prompt of the file, as ids."""
+
+    category: str
+    number: int  # within its category
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RealTake:
+    """One answer of a row."""
+
+    row: str
+    category: str
+    prompt: int
+    temperature: float
+    round: int
+    tokens_per_s: float
+    tokens_a_step: float
+
+    @property
+    def place(self) -> tuple[str, int, float, int]:
+        """What every row was asked once."""
+        return self.category, self.prompt, self.temperature, self.round
+
+
+def read_real_prompts(target: Path, count: int) -> list[RealPrompt]:
+    """Return `count` prompts of each category, in the target's chat template."""
+    from outrider.training.answers.dialogue import Dialogues, read_prompts
+
+    dialogues, found = Dialogues(target), dict[str, list[str]]()
+    for prompt in read_prompts(PROMPTS, "prompts"):
+        found.setdefault(prompt.category, []).append(prompt.content)
+    return [
+        RealPrompt(category, number, dialogues.asked(content).before)
+        for category, contents in found.items()
+        for number, content in enumerate(contents[:count])
+    ]
+
+
+@asynccontextmanager
+async def rows_of(target: Path, drafter: Path, threads: int) -> AsyncIterator[list[BenchRow]]:
+    """Start our clusters, and llama.cpp with the drafter where it can load that."""
+    async with AsyncExitStack() as stack:
+        rows: list[BenchRow] = []
+        for way in (LOOKUP, DRAFTER, BOTH):
+            config = ClusterConfig(
+                router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+                verifier=[
+                    VerifierConfig(model=target, slots=2, threads=threads, lookup=None if way == DRAFTER else "suffix")
+                ],
+                drafter=[] if way == LOOKUP else [DrafterConfig(model=drafter, slots=2, threads=1)],
+            )
+            cluster = await stack.enter_async_context(running(config))
+            if way == DRAFTER:
+                rows.append(ClusterRow(PLAIN, cluster, "off"))
+            rows.append(ClusterRow(way, cluster, None))
+        await build(lambda what: print(what, flush=True))
+        beside = {"--draft": drafter} if drafter.suffix == ".gguf" and not read_config(drafter).draft_ids else {}
+        worker = await stack.enter_async_context(
+            llama_files({"--target": target} | beside, read_config(target), threads)
+        )
+        rows += [row for row in rows_of_worker(worker) if beside or not row.chain]
+        yield rows
+
+
+async def measure(
+    rows: Sequence[BenchRow], prompts: Sequence[RealPrompt], options: argparse.Namespace
+) -> AsyncIterator[RealTake]:
+    """Yield the takes of all rows, which take turns in an order that changes."""
+    for row in rows:
+        await row.generate(BenchRequest(prompts[0].ids, 1.0, SEED, LEARNING if row.name in OURS else options.tokens))
+    order = list(rows)
+    for number in range(options.rounds):
+        for temperature in TEMPERATURES:
+            for prompt in prompts:
+                request = BenchRequest(prompt.ids, temperature, SEED + number, options.tokens)
+                for row in order:
+                    sample = await row.generate(request)
+                    yield RealTake(
+                        row.name,
+                        prompt.category,
+                        prompt.number,
+                        temperature,
+                        number,
+                        sample.tokens_per_s,
+                        len(sample.tokens) / max(1, sample.steps),
+                    )
+                order.reverse()
+
+
+def ratio(takes: Iterable[RealTake], row: str, others: Sequence[str]) -> float:
+    """Return how much faster a row is than the fastest of others: the median over all that they were asked."""
+    speeds: dict[tuple[str, int, float, int], dict[str, float]] = {}
+    for take in takes:
+        speeds.setdefault(take.place, {})[take.row] = take.tokens_per_s
+    return median(it[row] / max(it[other] for other in others) for it in speeds.values())
+
+
+def steps(takes: Iterable[RealTake], row: str) -> float:
+    """Return a row's tokens a step: the mean of its answers'."""
+    found = [take.tokens_a_step for take in takes if take.row == row]
+    return sum(found) / len(found)
+
+
+def table(takes: Sequence[RealTake], peers: Sequence[str]) -> Table:
+    """Return the table of speeds over the fastest peer, and of tokens a step, by category and temperature."""
+    shown = Table(title=f"speed over the fastest of {', '.join(peers)}; tokens a step", title_justify="left")
+    shown.add_column("prompts")
+    for row in OURS:
+        shown.add_column(row, justify="right")
+    parts = [
+        (f"{name}", [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)
+    ]
+    parts += [(f"T = {at:g}", [it for it in takes if it.temperature == at]) for at in TEMPERATURES]
+    for name, part in parts:
+        shown.add_row(name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in OURS))
+    return shown
+
+
+def last_line(takes: Sequence[RealTake], peers: Sequence[str], target: str) -> str:
+    """Return the line for scripts: the best of our ways to draft, at temperatures 0 and 1."""
+    figures = {"target": target}
+    for at in (0.0, 1.0):
+        part = [take for take in takes if take.temperature == at]
+        best = max((LOOKUP, DRAFTER, BOTH), key=lambda row: ratio(part, row, (PLAIN,)))
+        figures[f"over_peers_t{at:g}"] = f"{ratio(part, best, peers):.2f}"
+        figures[f"over_plain_t{at:g}"] = f"{ratio(part, best, (PLAIN,)):.2f}"
+        figures[f"tokens_a_step_t{at:g}"] = f"{max(steps(part, row) for row in (LOOKUP, DRAFTER, BOTH)):.2f}"
+    return "real: " + " ".join(f"{name}={value}" for name, value in figures.items())
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, and keep the takes."""
+    file = options.gguf or real_file(SMOLLM2)
+    drafter = options.drafter or file
+    prompts = read_real_prompts(file, options.prompts)
+    with TemporaryDirectory(prefix="outrider-real-") as scratch:
+        target = file
+        if options.size:
+            target = Path(scratch) / "target.gguf"
+            print("padding the model and quantizing it to Q4_K_M", flush=True)
+            await asyncio.to_thread(pad_to_gguf, file, target, "Q4_K_M", options.size, options.threads)
+        takes: list[RealTake] = []
+        async with rows_of(target, drafter, options.threads) as rows:
+            peers = [row.name for row in rows if row.name not in OURS]
+            wanted = options.rounds * len(TEMPERATURES) * len(prompts) * len(rows)
+            async for take in measure(rows, prompts, options):
+                takes.append(take)
+                if len(takes) % len(rows) == 0:
+                    at = f"{take.category}, T = {take.temperature:g}"
+                    print(f"{len(takes)} of {wanted}: {at}: {take.tokens_per_s:.0f} tokens/s {take.row}", flush=True)
+    Console(width=120).print(table(takes, peers))
+    name = "as-is" if options.size is None else f"{options.size / 1e9:g}B"
+    line = last_line(takes, peers, name)
+    save(options, takes, line)
+    print(line)
+
+
+def save(options: argparse.Namespace, takes: Sequence[RealTake], line: str) -> None:
+    """Keep the takes in bench/results."""
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{options.save or time.strftime('real-%Y%m%d-%H%M%S')}.json"
+    settings: dict[str, Any] = {name: str(value) for name, value in vars(options).items()}
+    kept = {"line": line, "machine": machine(), "options": settings, "takes": [asdict(take) for take in takes]}
+    path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    print(path)
+
+
+def main() -> None:
+    """Parse the flags."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--gguf", type=Path, help="the model; default: SmolLM2 135M from the package index")
+    flags.add_argument("--drafter", type=Path, help="a checkpoint; default: the model itself")
+    flags.add_argument("--size", type=parse_count, help="parameters to pad the target to; default: as it is")
+    flags.add_argument("--prompts", type=int, default=2, help="of each category")
+    flags.add_argument("--rounds", type=int, default=1)
+    flags.add_argument("--tokens", type=int, default=96, help="of an answer")
+    flags.add_argument("--threads", type=int, default=2, help="of targets; drafters have one")
+    flags.add_argument("--save", help="name of the results")
+    with reported():
+        asyncio.run(run(flags.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
