@@ -155,9 +155,7 @@ def table(takes: Sequence[RealTake], peers: Sequence[str]) -> Table:
     shown.add_column("prompts")
     for row in OURS:
         shown.add_column(row, justify="right")
-    parts = [
-        (f"{name}", [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)
-    ]
+    parts = [(name, [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)]
     parts += [(f"T = {at:g}", [it for it in takes if it.temperature == at]) for at in TEMPERATURES]
     for name, part in parts:
         shown.add_row(name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in OURS))

@@ -46,13 +46,24 @@ class TargetTexts:
 
         `logits`: the model's, [rows, vocabulary].
         """
-        scores: FloatRow = logits.detach().double().cpu().numpy()  # [rows, vocabulary]
-        if self.temperature > 0.0:
-            scores /= self.temperature
-            for row, score in enumerate(scores):
-                score += gumbel_row(self.seeds[text], 0, first + row, scores.shape[-1])
-        guessed: NDArray[np.int64] = scores.argmax(-1)
-        return guessed
+        return first_choices(logits, self.seeds[text], self.temperature, first)
+
+
+def first_choices(
+    logits: Tensor, seed: int, temperature: float, first: int, ids: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return the first choice of a model under shared noise at each position from `first` on: [rows].
+
+    `logits`: [rows, ids]; `ids`: ascending, of a reduced vocabulary; None: the whole.
+    """
+    scores: FloatRow = logits.detach().double().cpu().numpy()
+    ids = np.arange(scores.shape[-1]) if ids is None else ids
+    if temperature > 0.0:
+        scores /= temperature
+        for row, score in enumerate(scores):
+            score += gumbel_row(seed, 0, first + row, int(ids[-1]) + 1)[ids]
+    chosen: NDArray[np.int64] = ids[scores.argmax(-1)]
+    return chosen
 
 
 def generate_texts(
@@ -116,12 +127,24 @@ def acceptance_length(agreed: BoolArray) -> float:
     texts, roots, gamma = agreed.shape
     if not texts or not roots:
         raise ValueError(f"a chain of {gamma} does not fit the texts: take longer ones")
-    runs = np.where(agreed.all(-1), gamma, agreed.argmin(-1))
+    walks = [_walked(text) for text in agreed]
+    return sum(tokens for _, tokens in walks) / sum(steps for steps, _ in walks)
+
+
+def committed(agreed: BoolArray, gamma: int = GAMMA) -> tuple[int, int]:
+    """Return the target's steps through a text that a drafter drafts chains for, and the tokens of the text.
+
+    `agreed`: [positions]; a chain at the end of the text is shorter.
+    """
+    steps, _ = _walked(chains_along(np.pad(agreed, (0, gamma - 1))[None], gamma)[0]) if len(agreed) else (0, 0)
+    return steps, len(agreed)
+
+
+def _walked(chains: BoolArray) -> tuple[int, int]:
+    """Return the target's steps through a text, and the tokens that they commit. `chains`: [roots, gamma]."""
+    runs = np.where(chains.all(-1), chains.shape[-1], chains.argmin(-1)).tolist()
     steps = tokens = 0
-    for text in runs:
-        root = 0
-        while root < roots:
-            steps += 1
-            tokens += int(text[root]) + 1
-            root += int(text[root]) + 1
-    return tokens / steps
+    while tokens < len(runs):
+        steps += 1
+        tokens += runs[tokens] + 1
+    return steps, tokens

@@ -13,10 +13,10 @@ import torch
 
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
-from outrider.training.acceptance import TargetTexts, generate_texts
+from outrider.training.acceptance import TargetTexts, committed, generate_texts
 from outrider.training.data.corpus import Ids, OnProgress
 from outrider.training.data.windows import spread
-from outrider.training.tasks.answers_task import AnswersTask, committed
+from outrider.training.tasks.answers_task import AnswersTask
 
 if TYPE_CHECKING:
     from outrider.training.answers.answer_batches import AnswerBatches

@@ -77,7 +77,8 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
     draft_ids: tuple[int, ...] = ()
     if target is not None and answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
         draft_ids = frequent_ids(answers.texts, range(len(answers.texts)), count, target.eos_ids)
-        reduce_head(student, draft_ids)
+        assert isinstance(recipe, DrafterRecipe)
+        reduce_head(student, draft_ids, learns_embedding=recipe.width is not None)
     digests = {
         "texts": corpus.digest if corpus else "",
         "tokenizer": vocabulary.digest.hex(),
@@ -90,8 +91,7 @@ def _as_corpus(written: Written, held_out: int) -> Corpus:
     """Return what a target wrote as texts that follow one another; `held_out`: percent of them."""
     texts = written.texts
     learned, left_out = (
-        np.concatenate([texts.read(text).tokens for text in part])
-        for part in learned_and_held_out(len(texts), held_out)
+        np.concatenate([texts.tokens(text) for text in part]) for part in learned_and_held_out(len(texts), held_out)
     )
     return Corpus(learned, left_out, digest="", skipped=0)
 

@@ -110,10 +110,13 @@ class AnswerStore:
         found: NDArray[np.int64] = np.diff(self._tokens)
         return found
 
+    def tokens(self, number: int) -> NDArray[np.uint32]:
+        """Return the ids of a text."""
+        return self._part("tokens", "<u4", int(self._tokens[number]), int(self._entries[number]["tokens"]))
+
     def read(self, number: int) -> TargetAnswer:
         """Return a text."""
-        it = self._entries[number]
-        tokens = self._part("tokens", "<u4", int(self._tokens[number]), int(it["tokens"]))
+        it, tokens = self._entries[number], self.tokens(number)
         first, count = int(self._rows[number]), int(self._rows[number + 1] - self._rows[number])
         ids = self._part("ids", "<u4", first * TOP, count * TOP).reshape(count, TOP)
         logprobs = self._part("logprobs", "<f2", first * TOP, count * TOP).reshape(count, TOP)

@@ -51,7 +51,7 @@ def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress
         )
     store, answers = AnswerStore(folder), AnswerStore(recipe.run / "questions")
     spent = _Seconds(folder / TIMES, None if recipe.minutes is None else 60.0 * WRITING * recipe.minutes)
-    if len(answers) < len(asked) or (store.chosen < recipe.answers and not spent.over):
+    if len(answers) != len(asked) or (store.chosen < recipe.answers and not spent.over):
         on_progress("loading the target that writes", 0.0)
         engine = load_engine(
             target,
@@ -62,7 +62,7 @@ def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress
             threads=torch.get_num_threads(),
         )
         try:
-            if len(answers) < len(asked):
+            if len(answers) != len(asked):
                 answers.clear()
                 for text in Teacher(engine, iter(asked), first_seed=0, most=recipe.answer).texts():
                     if text is not None:

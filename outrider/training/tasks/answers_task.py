@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.sampling.noise import gumbel_row
-from outrider.training.acceptance import GAMMA, BoolArray
+from outrider.training.acceptance import BoolArray, first_choices
 from outrider.training.answers.answer_store import TargetAnswer
 from outrider.training.objectives import objective
 from outrider.training.positions import Positions
@@ -29,7 +28,7 @@ class AnswersTask:
         assert recipe.objective != "text"  # the recipe checks this
         self._objective = objective(recipe.objective)
         self._temperature = recipe.temperature
-        self._draft_ids = np.array(draft_ids, np.int64)
+        self._draft_ids = np.array(draft_ids, np.int64) if draft_ids else None
 
     def loss(self, student: Any, plain: Any, step: int, windows: Positions) -> Tensor:
         """See `TrainingTask`. A position counts by the probability of those of the target's tokens that are known."""
@@ -48,27 +47,11 @@ class AnswersTask:
     def agreed(self, plain: Any, text: TargetAnswer) -> BoolArray:
         """Return at which tokens of an answer the model's first choice under the shared noise is the target's."""
         tokens = torch.from_numpy(text.tokens.astype(np.int64))
-        places = range(text.answer, len(tokens))
         logits = plain(tokens[None, :-1].to(plain.device), use_cache=False).logits[0, text.answer - 1 :]
-        scores = logits.double().cpu().numpy()
-        ids = self._draft_ids if len(self._draft_ids) else np.arange(scores.shape[1])
-        if text.temperature > 0.0:
-            scores /= text.temperature
-            for row, place in zip(scores, places, strict=True):
-                row += gumbel_row(text.seed, 0, place, int(ids[-1]) + 1)[ids]
-        found: BoolArray = ids[scores.argmax(-1)] == tokens[text.answer :].numpy()
+        guessed = first_choices(logits, text.seed, text.temperature, text.answer, self._draft_ids)
+        found: BoolArray = guessed == tokens[text.answer :].numpy()
         return found
 
     def write(self, plain: Any, source: Path, folder: Path) -> None:
         """Write a checkpoint that drafters load."""
         save_checkpoint(folder, plain, source)
-
-
-def committed(agreed: BoolArray, gamma: int = GAMMA) -> tuple[int, int]:
-    """Return the target's steps through a text that a drafter drafts chains for, and the tokens that they commit."""
-    steps = root = 0
-    while root < len(agreed):
-        chain = agreed[root : root + gamma]
-        steps += 1
-        root += (len(chain) if chain.all() else int(chain.argmin())) + 1
-    return steps, len(agreed)

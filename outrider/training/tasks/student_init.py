@@ -91,17 +91,17 @@ def _from_layers(target: Any, kept: tuple[int, ...]) -> Any:
     return student
 
 
-def reduce_head(student: Any, draft_ids: tuple[int, ...]) -> None:
-    """Leave a model's head the rows of these ids alone. Its embedding has all ids, and is trained no further.
+def reduce_head(student: Any, draft_ids: tuple[int, ...], *, learns_embedding: bool) -> None:
+    """Leave a model's head the rows of these ids alone. Its embedding, which has all ids, learns only if it has to.
 
-    The embedding is most of a small model with a large vocabulary, and was the target's.
+    The embedding is most of a small model with a large vocabulary; that of a target is good as it is.
     """
     embedding, head = student.get_input_embeddings(), student.get_output_embeddings()
     rows = head.weight.detach()[list(draft_ids)].clone()
     reduced = torch.nn.Linear(rows.shape[1], rows.shape[0], bias=False)
     reduced.weight = torch.nn.Parameter(rows)
     student.set_output_embeddings(reduced)
-    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=learns_embedding)
     config = student.config
     config.tie_word_embeddings = False
     setattr(config, DRAFT_IDS, list(draft_ids))

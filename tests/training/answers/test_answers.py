@@ -15,13 +15,13 @@ from outrider.core.sampling.noise import gumbel_row
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
+from outrider.training.acceptance import committed
 from outrider.training.answers import teacher
 from outrider.training.answers.answer_batches import AnswerBatches, chosen_of, draft_ranks, frequent_ids
 from outrider.training.answers.answer_store import TOP, AnswerStore, TargetAnswer
 from outrider.training.answers.dialogue import Dialogues, Prompt, read_prompts
 from outrider.training.answers.teacher import Teacher
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe
-from outrider.training.tasks.answers_task import committed
 from tests.training.family import begin, make_target, train
 
 TEMPLATE = (
@@ -260,3 +260,14 @@ def test_steps_through_a_text_commit_chains() -> None:
     assert committed(agreed, 8) == (3, 7)
     assert committed(agreed, 1) == (5, 7)
     assert committed(np.array([False]), 8) == (1, 1)
+
+
+@pytest.mark.parametrize("shape", [{"layers": (0, 2)}, {"layers": (), "width": 32}])
+def test_only_random_embeddings_learn_beside_a_reduced_head(
+    shape: dict[str, Any], chatty: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("say this\nand that\n")
+    training = begin(settings(chatty, tmp_path / "out", prompts=prompts, draft_vocabulary=120, **shape))
+    assert training.student.get_input_embeddings().weight.requires_grad is ("width" in shape)
+    assert training.student.get_output_embeddings().weight.shape[0] == 120
