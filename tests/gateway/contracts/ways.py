@@ -93,9 +93,9 @@ async def drafting_gateway(
     folder: Path, template: str, added: Sequence[AddedToken] = ()
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway of a cluster that drafts always, whether that pays or not; the rest as `chat_clients`."""
-    async with chat_clients(folder, template, added, policy="rounds", depth=4) as clients:
+    async with chat_clients(folder, template, added, policy="rounds", depth=4, wait_us=50_000) as clients:
         url = str(clients.openai.base_url).removesuffix("/v1/")
-        async with httpx.AsyncClient(base_url=url, timeout=110) as client:  # the longest test has 120
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             yield client
 
 
