@@ -21,6 +21,7 @@ from tests.skips import NoSkips
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
+os.environ["OMP_NUM_THREADS"] = "1"  # two of PyTorch's would wait for each other where something else needs a core
 
 # No example has a deadline: on a machine that is busy with something else any of them may take long.
 settings.register_profile("outrider", deadline=None)

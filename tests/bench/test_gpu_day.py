@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,25 @@ def test_the_last_line_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.extended
-def test_gpu_parity_and_gpu_profile_run_without_a_gpu() -> None:
-    for main, arguments, line in (
+@pytest.mark.parametrize(
+    ("main", "arguments", "line"),
+    [
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "copies"], "parity: device=cpu"),
         (gpu_parity.main, [*ON_CPU, "--model", "models/drafter", "--kind", "adapters"], "parity: device=cpu adapters="),
         (gpu_profile.main, [*PROFILE, "--rows", "2"], "rows=2 dtype=bfloat16 best=0 adapters=0"),
         (gpu_profile.main, [*PROFILE, "--rows", "3", "--heads", "--levels", "2"], "heads=eagle-3 levels=3 round_ms="),
         (gpu_profile.main, [*PROFILE, "--rows", "1", "--texts", "3", "--adapters", "2"], "adapters=2 rank=16 step_ms="),
-    ):
-        app = typer.Typer()
-        app.command()(main)
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-        assert line in result.output
+    ],
+    ids=["copies", "adapters", "profile", "profile of heads", "profile of adapters"],
+)
+def test_gpu_parity_and_gpu_profile_run_without_a_gpu(
+    main: Callable[..., None], arguments: list[str], line: str
+) -> None:
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert line in result.output
 
 
 @pytest.mark.extended

@@ -67,7 +67,6 @@ def reference(tokenizer: Tokenizer, prompts: list[str]) -> list[int]:
         warnings.simplefilter("ignore")  # of transformers, about itself
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(1)  # two would wait for each other where something else needs a core
         model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
         ids = tokenizer.encode(prompts[0]).ids
         with torch.inference_mode():

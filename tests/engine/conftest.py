@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.gpu import DeviceEngine
@@ -21,11 +20,6 @@ class OnTorch(DeviceEngine):
 
 EngineClass = type[CpuEngine] | type[OnTorch]
 Pair = tuple[CpuEngine | DeviceEngine, Reference]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(
