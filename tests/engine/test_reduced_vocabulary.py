@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from outrider.core.sampling.noise import Draw, generation_base, gumbel_row
-from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.checkpoints.checkpoint import Weights, read_config
+from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.gguf.recipes import recipe
-from outrider.engine.checkpoints.gguf.writer import write_gguf
+from outrider.engine.checkpoints.gguf.writer import EMBEDDING, write_gguf
 from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.gpu import DeviceEngine
@@ -64,6 +66,44 @@ def test_a_gguf_file_keeps_the_ids(tmp_path: Path) -> None:
     write_gguf(reduced, file, recipe("F32", config))
     assert read_config(file).draft_ids == config.draft_ids == tuple(IDS)
     assert np.allclose(logits(file, "float32"), logits(reduced, "float32"), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_a_gguf_file_has_a_row_once_that_all_other_ids_share(kind: str, tmp_path: Path) -> None:
+    reduced = keep_ids(MODELS / "drafter", tmp_path / "reduced", IDS)
+    config = read_config(reduced)
+    write_gguf(reduced, tmp_path / "every.gguf", recipe(kind, config))
+    tensors = load_file(reduced / "model.safetensors")
+    others = np.delete(np.arange(config.vocabulary), IDS)
+    tensors[EMBEDDING][others] = tensors[EMBEDDING][others].mean(0)
+    save_file(tensors, reduced / "model.safetensors", metadata={"format": "pt"})
+    write_gguf(reduced, file := tmp_path / "once.gguf", recipe(kind, config))
+    assert read_gguf(file).tensors["token_embd.weight"].shape == (len(IDS) + 1, config.width)
+    assert read_config(file) == read_config(tmp_path / "every.gguf")
+    every, once = (
+        Weights(tmp_path / f"{name}.gguf").array(EMBEDDING, config.vocabulary, config.width)
+        for name in ("every", "once")
+    )
+    assert np.array_equal(once[IDS], every[IDS])
+    assert (once[others] == once[others[0]]).all()
+    if kind == "F32":
+        assert np.array_equal(once, tensors[EMBEDDING].float().numpy())
+        assert np.allclose(logits(file, "float32"), logits(reduced, "float32"), atol=1e-5)
+
+
+def test_a_row_that_stands_for_more_ids_than_there_are_tokens_is_refused(tmp_path: Path) -> None:
+    reduced = keep_ids(MODELS / "drafter", tmp_path / "reduced", IDS)
+    config = read_config(reduced)
+    weights = load_file(reduced / "model.safetensors")
+    weights[EMBEDDING][:] = 1.0
+    save_file(weights, reduced / "model.safetensors", metadata={"format": "pt"})
+    write_gguf(reduced, file := tmp_path / "drafter.gguf", recipe("F32", config))
+    size, key = config.vocabulary, b"vocab_size\x04\x00\x00\x00"
+    content = file.read_bytes()
+    assert content.count(key + size.to_bytes(4, "little")) == 1
+    file.write_bytes(content.replace(key + size.to_bytes(4, "little"), key + (size << 16).to_bytes(4, "little")))
+    with pytest.raises(CheckpointError, match=f"has {size} tokens and an embedding of {size << 16} rows"):
+        read_config(file)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

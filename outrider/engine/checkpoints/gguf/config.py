@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.model_config import (
@@ -34,6 +36,13 @@ _BOUNDS = 1.0, 4.0  # factors of low and high frequencies in Llama 3's scaling, 
 _ORIGINAL_CONTEXTS = tuple(float(1 << bits) for bits in (13, 12, 11, 14, 15, 16, 17, *range(4, 11)))  # Meta's first
 NO_TOKEN = 0xFFFFFFFF
 GGUF_DRAFT_IDS = "outrider.draft_ids"  # Outrider's key for `ModelConfig.draft_ids`
+
+
+class KeptRows(NamedTuple):
+    """Which rows of a matrix a file has: those of some ids, ascending, and one that all others of its rows equal."""
+
+    ids: NDArray[Any]
+    of: int
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -68,9 +77,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         context = min(context, file.number(f"{kind}.attention.sliding_window", most=MOST_CONTEXT))
     vocabulary = _vocabulary(file, kind, width)
     tied, draft_ids = "output.weight" not in file.tensors, tuple[int, ...]()
-    if (ids := file.metadata.get(GGUF_DRAFT_IDS)) is not None:
+    if GGUF_DRAFT_IDS in file.metadata:
         try:
-            draft_ids = check_draft_ids(np.asarray(ids).tolist(), vocabulary, tied=tied)
+            draft_ids = check_draft_ids(_draft_ids(file).tolist(), vocabulary, tied=tied)
         except ValueError as error:
             raise file.wrong(GGUF_DRAFT_IDS, str(error)) from None
     return ModelConfig(
@@ -137,6 +146,18 @@ def token_names(file: GgufFile) -> Sequence[str]:
     return found
 
 
+def kept_rows(file: GgufFile) -> KeptRows | None:
+    """Return what a drafter's file keeps of its embedding; None: all. Raises CheckpointError."""
+    embedding, ids, tokens = file.tensors.get("token_embd.weight"), _draft_ids(file), len(token_names(file))
+    if not len(ids) or not tokens or embedding is None or embedding.shape[0] != len(ids) + 1:
+        return None
+    return KeptRows(ids, file.number(f"{file.text('general.architecture')}.vocab_size", tokens))
+
+
+def _draft_ids(file: GgufFile) -> NDArray[Any]:
+    return np.atleast_1d(np.asarray(file.metadata.get(GGUF_DRAFT_IDS, [])))
+
+
 def _vocabulary(file: GgufFile, kind: str, width: int) -> int:
     """Return the rows of the embedding. Raises CheckpointError where the metadata have another number."""
     embedding = file.tensors.get("token_embd.weight")
@@ -148,6 +169,8 @@ def _vocabulary(file: GgufFile, kind: str, width: int) -> int:
             f"{kind}.embedding_length is {width}; convert the model anew"
         )
     rows, tokens = embedding.shape[0], len(token_names(file))
+    if (kept := kept_rows(file)) is not None:
+        rows = kept.of
     if tokens and not rows - _PADDING < tokens <= rows:
         raise CheckpointError(
             f"{file.path}: has {tokens} tokens and an embedding of {rows} rows; the two must agree: convert the model "

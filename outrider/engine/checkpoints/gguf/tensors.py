@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from outrider.engine.checkpoints.gguf.config import head_dim
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.checkpoints.files import Content
+from outrider.engine.checkpoints.gguf.config import KeptRows, head_dim, kept_rows
 from outrider.engine.checkpoints.gguf.header import GgufFile
-from outrider.engine.checkpoints.stored_tensors import StoredTensor
+from outrider.engine.checkpoints.stored_tensors import StoredTensor, TensorSource
 
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
@@ -26,20 +31,60 @@ _TURNED = ("attn_q", "attn_k")  # converters reorder their rows for architecture
 _NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,8})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
 
 
-def gguf_tensors(file: GgufFile) -> dict[str, StoredTensor]:
+class RepeatedRow(NamedTuple):
+    """A matrix most of whose rows are the same one, which its file has once, behind all others."""
+
+    stored: StoredTensor
+    kept: KeptRows
+    order: None = None
+
+    @property
+    def file(self) -> Content:
+        """That of what is stored."""
+        return self.stored.file
+
+    @property
+    def dtype(self) -> str:
+        """As the format names it, in upper case."""
+        return self.stored.dtype
+
+    @property
+    def kind(self) -> str:
+        """The name of its type in lower case."""
+        return self.stored.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """With all rows."""
+        return self.kept.of, *self.stored.shape[1:]
+
+    @property
+    def bytes(self) -> int:
+        """Those in the file."""
+        return self.stored.bytes
+
+    def read(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the bytes of rows [first, last). Raises CheckpointError."""
+        ids, wanted = self.kept.ids, np.arange(first, last)
+        rows = np.searchsorted(ids, wanted)
+        rows[~np.isin(wanted, ids)] = len(ids)
+        return self.stored.read(0, len(ids) + 1).reshape(len(ids) + 1, -1)[rows].reshape(-1)
+
+
+def gguf_tensors(file: GgufFile) -> dict[str, TensorSource]:
     """Return the tensors of a file; those that models of the Llama family do not have keep their names.
 
     llama.cpp turns neighbours by RoPE where architecture is llama, so its converter puts the rows of a pair, which are
     half a head apart in a checkpoint, beside one another.
     """
     pairs = head_dim(file) // 2 if file.metadata.get("general.architecture") == "llama" else 0
-    found = {}
+    found = dict[str, TensorSource]()
     for name, it in file.tensors.items():
         match = _NAME.fullmatch(name)
         turned = pairs if match and match["part"] in _TURNED and not it.shape[0] % (2 * pairs or 1) else 0
-        found[_name(match) or name if match else name] = StoredTensor(
-            it.file, it.kind.upper(), it.shape, it.start, it.stop, turned
-        )
+        stored = StoredTensor(it.file, it.kind.upper(), it.shape, it.start, it.stop, turned)
+        kept = kept_rows(file) if name == "token_embd.weight" else None
+        found[_name(match) or name if match else name] = stored if kept is None else RepeatedRow(stored, kept)
     return found
 
 

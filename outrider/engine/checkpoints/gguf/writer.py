@@ -17,12 +17,13 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_co
 from outrider.engine.checkpoints.gguf.config import GGUF_DRAFT_IDS
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
-from outrider.engine.checkpoints.stored_tensors import ArraySource, as_float32
+from outrider.engine.checkpoints.stored_tensors import ALL, ArraySource, as_float32
 from outrider.engine.cpu.quantizing import quantized
 from outrider.engine.tensor_parallel.sharding import tensor_shapes
 from outrider.errors import CheckpointError
 
 ALIGNMENT = 32  # bytes
+EMBEDDING = "model.embed_tokens.weight"
 AT_A_TIME = 1 << 24  # values that memory holds as float32
 TURNED = ("q_proj", "k_proj")  # linears whose outputs are in pairs, see `gguf_tensors`
 _TYPES = {bool: 7, str: 8, float: 6, int: 4}  # of values, in the format
@@ -41,6 +42,19 @@ class _Tensor(NamedTuple):
     def bytes(self) -> int:
         rows = self.shape[0] if len(self.shape) > 1 else 1
         return rows * TYPES[self.kind].row_bytes(self.shape[-1])
+
+
+class _Kept(NamedTuple):
+    """A model's weights, of the embedding some rows alone."""
+
+    weights: ArraySource
+    config: ModelConfig
+    ids: list[int]  # of the rows
+
+    def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
+        if name != EMBEDDING:
+            return self.weights.array(name, *shape, rows=rows, columns=columns)
+        return self.weights.array(name, self.config.vocabulary, self.config.width)[self.ids][rows, columns]
 
 
 def write_gguf(
@@ -75,8 +89,11 @@ def write_weights(
     `kind_of` gives the types of matrices; vectors are float32. A piece of one tensor at a time is in memory. Raises
     CheckpointError for a model that cannot be said in the format, and for a file that cannot be written.
     """
-    tensors = []
-    for name, shape in tensor_shapes(config, range(config.layers)).items():
+    tensors, shapes = [], tensor_shapes(config, range(config.layers))
+    if kept := _kept_ids(weights, config):
+        weights = _Kept(weights, config, kept)
+        shapes[EMBEDDING] = len(kept), config.width
+    for name, shape in shapes.items():
         new = gguf_name(name)
         tensors.append(_Tensor(new, name, shape, kind_of(new, shape) if len(shape) > 1 else "f32"))
     entries = shape_metadata(config) | tokenizer_metadata(tokenizer, config)
@@ -95,6 +112,17 @@ def write_weights(
         raise CheckpointError(f"{path}: cannot be written ({error}); is the disk full?") from None
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _kept_ids(weights: ArraySource, config: ModelConfig) -> list[int]:
+    """Return the ids whose rows of the embedding a file needs: a drafter's own and one of the others, where all others
+    have the same row; else none.
+    """
+    others = np.setdiff1d(np.arange(config.vocabulary), config.draft_ids)
+    if not config.draft_ids or not len(others):
+        return []
+    rows = weights.array(EMBEDDING, config.vocabulary, config.width)[others]
+    return [*config.draft_ids, int(others[0])] if (rows == rows[0]).all() else []
 
 
 def shape_metadata(config: ModelConfig) -> dict[str, Any]:
