@@ -1,10 +1,12 @@
 """Answers of a real model to everyday prompts: our ways to draft, plain decoding and llama.cpp, over the same file.
 
-usage: python -m bench.real [--gguf FILE] [--drafter CHECKPOINT] [--size 1B] [--prompts 2] [--rounds 1] [--tokens 96]
+usage: python -m bench.real [--gguf FILE] [--drafter CHECKPOINT] [--size 1B] [--prompts 6] [--rounds 1] [--tokens 96]
 
 The prompts are those of `bench/prompts/real.jsonl`, in the model's chat template: chat, code, summaries with the text
-in the prompt, translation and JSON. Every row is asked all of them, rows take turns, and an answer goes on behind its
-end, so that all have equally many tokens. The target is the file as it is, or padded to the cost of a larger model.
+in the prompt, translation and JSON. In a round every row is asked each of them once, at a temperature that differs from
+prompt to prompt: in its own answer to the same prompt a lookup would find most of the next one. Rows take turns, and an
+answer goes on behind its end, so that all have equally many tokens. The target is the file as it is, or padded to the
+cost of a larger model.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from rich.table import Table
 
 from bench.options import SEED
 from bench.peers.llama_cpp import build, llama_files, rows_of_worker
-from bench.real_files import SMOLLM2, real_file
 from bench.report.results import FOLDER, machine
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.requests import BenchRequest
@@ -35,6 +36,7 @@ from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
+from outrider.example_files import SMOLLM2, real_file
 
 PROMPTS = Path(__file__).parent / "prompts" / "real.jsonl"
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -118,21 +120,21 @@ async def measure(
         await row.generate(BenchRequest(prompts[0].ids, 1.0, SEED, LEARNING if row.name in OURS else options.tokens))
     order = list(rows)
     for number in range(options.rounds):
-        for temperature in TEMPERATURES:
-            for prompt in prompts:
-                request = BenchRequest(prompt.ids, temperature, SEED + number, options.tokens)
-                for row in order:
-                    sample = await row.generate(request)
-                    yield RealTake(
-                        row.name,
-                        prompt.category,
-                        prompt.number,
-                        temperature,
-                        number,
-                        sample.tokens_per_s,
-                        len(sample.tokens) / max(1, sample.steps),
-                    )
-                order.reverse()
+        for prompt in prompts:
+            temperature = TEMPERATURES[(prompt.number + number) % len(TEMPERATURES)]
+            request = BenchRequest(prompt.ids, temperature, SEED + number, options.tokens)
+            for row in order:
+                sample = await row.generate(request)
+                yield RealTake(
+                    row.name,
+                    prompt.category,
+                    prompt.number,
+                    temperature,
+                    number,
+                    sample.tokens_per_s,
+                    len(sample.tokens) / max(1, sample.steps),
+                )
+            order.reverse()
 
 
 def ratio(takes: Iterable[RealTake], row: str, others: Sequence[str]) -> float:
@@ -188,7 +190,7 @@ async def run(options: argparse.Namespace) -> None:
         takes: list[RealTake] = []
         async with rows_of(target, drafter, options.threads) as rows:
             peers = [row.name for row in rows if row.name not in OURS]
-            wanted = options.rounds * len(TEMPERATURES) * len(prompts) * len(rows)
+            wanted = options.rounds * len(prompts) * len(rows)
             async for take in measure(rows, prompts, options):
                 takes.append(take)
                 if len(takes) % len(rows) == 0:
@@ -217,7 +219,7 @@ def main() -> None:
     flags.add_argument("--gguf", type=Path, help="the model; default: SmolLM2 135M from the package index")
     flags.add_argument("--drafter", type=Path, help="a checkpoint; default: the model itself")
     flags.add_argument("--size", type=parse_count, help="parameters to pad the target to; default: as it is")
-    flags.add_argument("--prompts", type=int, default=2, help="of each category")
+    flags.add_argument("--prompts", type=int, default=6, help="of each category")
     flags.add_argument("--rounds", type=int, default=1)
     flags.add_argument("--tokens", type=int, default=96, help="of an answer")
     flags.add_argument("--threads", type=int, default=2, help="of targets; drafters have one")

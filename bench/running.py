@@ -21,7 +21,6 @@ from bench.engine.roofline import Limit, measure
 from bench.options import SEED, BenchOptions, padded
 from bench.peers.checkouts import llama_server_row
 from bench.peers.llama_cpp import llama_worker, rows_of_worker
-from bench.real_files import SMOLLM2, real_file
 from bench.report.figures import BenchResults, ColdFigures, LoadFigures, Measurement, RowMemory, StepProfile
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.processes import output, peak_mb, resident_mb
@@ -31,6 +30,7 @@ from bench.tiers import run_tiers as measure_tiers
 from outrider.cli.performance.load import Load, apply_load
 from outrider.cli.performance.samples import acceptance_length, percentile
 from outrider.core.session.contract import PolicyName
+from outrider.example_files import SMOLLM2, real_file
 from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24

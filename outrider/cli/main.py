@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from outrider.cli.generation.chat import chat
 from outrider.cli.generation.generate import generate
 from outrider.cli.generation.top import top
 from outrider.cli.generation.trace import trace
@@ -36,6 +37,7 @@ for command in (
     demo,
     up,
     generate,
+    chat,
     top,
     trace,
     bench,

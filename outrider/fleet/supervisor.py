@@ -17,9 +17,13 @@ POLL_S = 0.5  # between two checks of the file
 
 
 class ClusterSupervisor:
-    """Supervises a cluster that has been entered. `report` receives a sentence for each event."""
+    """Supervises a cluster that has been entered. `report` receives a sentence for each event; a cluster without a
+    file does not change.
+    """
 
-    def __init__(self, cluster: Cluster[Any], file: Path, config: ClusterConfig, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, cluster: Cluster[Any], file: Path | None, config: ClusterConfig, report: Callable[[str], None]
+    ) -> None:
         self._cluster = cluster
         self._file = file
         self._config = config
@@ -31,7 +35,8 @@ class ClusterSupervisor:
             async with asyncio.TaskGroup() as tasks:
                 for server in self._cluster.processes.values():
                     tasks.create_task(self._keep(server))
-                tasks.create_task(self._follow(tasks))
+                if self._file is not None:
+                    tasks.create_task(self._follow(tasks, self._file))
         except* OutriderError as errors:
             raise errors.exceptions[0] from None
 
@@ -63,20 +68,20 @@ class ClusterSupervisor:
                 self._report(f"{server.name} runs again, on {server.address}")
                 return
 
-    async def _follow(self, tasks: asyncio.TaskGroup) -> None:
+    async def _follow(self, tasks: asyncio.TaskGroup, file: Path) -> None:
         """Apply changes of the file."""
         seen = None  # so that a change since the start is applied, too
         while True:
-            now = _changed(self._file)
+            now = _changed(file)
             if now is None or now == seen:
                 await asyncio.sleep(POLL_S)
                 continue
             seen = now
             known = set(self._cluster.processes)
             try:
-                await self._apply(load_cluster(self._file))
+                await self._apply(load_cluster(file))
             except OutriderError as error:
-                self._report(f"{self._file} has changed, but not every change could be applied: {error}")
+                self._report(f"{file} has changed, but not every change could be applied: {error}")
             for name in self._cluster.processes.keys() - known:
                 tasks.create_task(self._keep(self._cluster.processes[name]))
 

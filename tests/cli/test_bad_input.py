@@ -163,8 +163,8 @@ def test_a_missing_redis_flag_is_named() -> None:
         (("generate", "x", "--speculation", "wild"), ("--speculation", "ema")),
         (("pad", "models/target", "x", "--parameters", "many"), ("--parameters", "150M")),
         (("pad", "models/nothing", "x", "--parameters", "9M"), ("models/nothing",)),
-        (("demo", "--texts", "nowhere.jsonl"), ("nowhere.jsonl: No such file",)),
-        (("demo", "--models", "nowhere"), ("nowhere/target",)),
+        (("demo", "--prompts", "11"), ("prompts: is 11, there are 10",)),
+        (("demo", "--models", "nowhere"), ("nowhere/smollm2-drafter.gguf: no such file",)),
     ],
     ids=" ".join,
 )

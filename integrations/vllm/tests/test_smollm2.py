@@ -15,7 +15,7 @@ CONVERSION = """
 import sys
 import torch
 from transformers import AutoTokenizer
-from bench.real_files import SMOLLM2, real_file
+from outrider.example_files import SMOLLM2, real_file
 from outrider.engine.transformers.pretrained import from_pretrained
 from outrider.errors import Unavailable
 try:

