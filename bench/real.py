@@ -27,7 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.options import SEED
-from bench.peers.llama_cpp import build, llama_files, rows_of_worker
+from bench.peers import openvino
+from bench.peers.llama_cpp import LOOKUP as LLAMA_LOOKUP
+from bench.peers.llama_cpp import LlamaRow, build, llama_files
+from bench.peers.vllm import vllm_rows
 from bench.report.results import FOLDER, machine
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.requests import BenchRequest
@@ -36,6 +39,7 @@ from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
+from outrider.errors import ConfigError, Unavailable
 from outrider.example_files import SMOLLM2, real_file
 
 PROMPTS = Path(__file__).parent / "prompts" / "real.jsonl"
@@ -87,11 +91,12 @@ def read_real_prompts(target: Path, count: int) -> list[RealPrompt]:
 
 
 @asynccontextmanager
-async def rows_of(target: Path, drafter: Path, threads: int) -> AsyncIterator[list[BenchRow]]:
-    """Start our clusters, and llama.cpp with the drafter where it can load that."""
+async def rows_of(target: Path, scratch: Path, options: argparse.Namespace) -> AsyncIterator[list[BenchRow]]:
+    """Start our clusters, and the peers that can be installed here."""
+    drafter, threads = options.drafter, options.threads
     async with AsyncExitStack() as stack:
         rows: list[BenchRow] = []
-        for way in (LOOKUP, DRAFTER, BOTH):
+        for way in (it for it in (LOOKUP, DRAFTER, BOTH) if it not in options.without):
             config = ClusterConfig(
                 router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
                 verifier=[
@@ -100,16 +105,43 @@ async def rows_of(target: Path, drafter: Path, threads: int) -> AsyncIterator[li
                 drafter=[] if way == LOOKUP else [DrafterConfig(model=drafter, slots=2, threads=1)],
             )
             cluster = await stack.enter_async_context(running(config))
-            if way == DRAFTER:
+            if way == DRAFTER:  # the others would find plain answers in what they have seen
                 rows.append(ClusterRow(PLAIN, cluster, "off"))
             rows.append(ClusterRow(way, cluster, None))
-        await build(lambda what: print(what, flush=True))
-        beside = {"--draft": drafter} if drafter.suffix == ".gguf" and not read_config(drafter).draft_ids else {}
-        worker = await stack.enter_async_context(
-            llama_files({"--target": target} | beside, read_config(target), threads)
-        )
-        rows += [row for row in rows_of_worker(worker) if beside or not row.chain]
+        for name, peer in PEERS.items():
+            if name in options.without:
+                continue
+            try:
+                rows += await stack.enter_async_context(peer(target, scratch, threads))
+            except (ConfigError, Unavailable) as error:
+                print(f"without {name}: {error}", flush=True)
         yield rows
+
+
+@asynccontextmanager
+async def _llama_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator[list[LlamaRow]]:
+    await build(lambda what: print(what, flush=True))
+    async with llama_files({"--target": target}, read_config(target), threads) as worker:
+        yield [
+            LlamaRow("llama.cpp", 0, worker),
+            LlamaRow("llama.cpp, prompt lookup", LLAMA_LOOKUP, worker, lookup=True),
+        ]
+
+
+@asynccontextmanager
+async def _openvino_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator[Sequence[BenchRow]]:
+    await openvino.install()
+    async with openvino.openvino_rows(target, threads) as rows:
+        yield rows
+
+
+@asynccontextmanager
+async def _vllm_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator[Sequence[BenchRow]]:
+    async with vllm_rows(target, scratch, threads) as rows:
+        yield rows
+
+
+PEERS = {"llama.cpp": _llama_rows, "OpenVINO": _openvino_rows, "vLLM": _vllm_rows}
 
 
 async def measure(
@@ -155,31 +187,35 @@ def table(takes: Sequence[RealTake], peers: Sequence[str]) -> Table:
     """Return the table of speeds over the fastest peer, and of tokens a step, by category and temperature."""
     shown = Table(title=f"speed over the fastest of {', '.join(peers)}; tokens a step", title_justify="left")
     shown.add_column("prompts")
-    for row in OURS:
+    ours = [row for row in OURS if any(take.row == row for take in takes)]
+    for row in ours:
         shown.add_column(row, justify="right")
     parts = [(name, [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)]
-    parts += [(f"T = {at:g}", [it for it in takes if it.temperature == at]) for at in TEMPERATURES]
+    parts += [
+        (f"T = {at:g}", [it for it in takes if it.temperature == at]) for at in sorted({it.temperature for it in takes})
+    ]
     for name, part in parts:
-        shown.add_row(name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in OURS))
+        shown.add_row(name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in ours))
     return shown
 
 
 def last_line(takes: Sequence[RealTake], peers: Sequence[str], target: str) -> str:
     """Return the line for scripts: the best of our ways to draft, at temperatures 0 and 1."""
-    figures = {"target": target}
+    figures, ways = {"target": target}, {take.row for take in takes} & {LOOKUP, DRAFTER, BOTH}
     for at in (0.0, 1.0):
-        part = [take for take in takes if take.temperature == at]
-        best = max((LOOKUP, DRAFTER, BOTH), key=lambda row: ratio(part, row, (PLAIN,)))
+        if not (part := [take for take in takes if take.temperature == at]):
+            continue
+        best = max(ways, key=lambda row: ratio(part, row, (PLAIN,)))
         figures[f"over_peers_t{at:g}"] = f"{ratio(part, best, peers):.2f}"
         figures[f"over_plain_t{at:g}"] = f"{ratio(part, best, (PLAIN,)):.2f}"
-        figures[f"tokens_a_step_t{at:g}"] = f"{max(steps(part, row) for row in (LOOKUP, DRAFTER, BOTH)):.2f}"
+        figures[f"tokens_a_step_t{at:g}"] = f"{max(steps(part, row) for row in ways):.2f}"
     return "real: " + " ".join(f"{name}={value}" for name, value in figures.items())
 
 
 async def run(options: argparse.Namespace) -> None:
     """Measure, print the table, and keep the takes."""
     file = options.gguf or real_file(SMOLLM2)
-    drafter = options.drafter or file
+    options.drafter = options.drafter or file
     prompts = read_real_prompts(file, options.prompts)
     with TemporaryDirectory(prefix="outrider-real-") as scratch:
         target = file
@@ -188,7 +224,7 @@ async def run(options: argparse.Namespace) -> None:
             print("padding the model and quantizing it to Q4_K_M", flush=True)
             await asyncio.to_thread(pad_to_gguf, file, target, "Q4_K_M", options.size, options.threads)
         takes: list[RealTake] = []
-        async with rows_of(target, drafter, options.threads) as rows:
+        async with rows_of(target, Path(scratch), options) as rows:
             peers = [row.name for row in rows if row.name not in OURS]
             wanted = options.rounds * len(prompts) * len(rows)
             async for take in measure(rows, prompts, options):
@@ -223,6 +259,7 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=1)
     flags.add_argument("--tokens", type=int, default=96, help="of an answer")
     flags.add_argument("--threads", type=int, default=2, help="of targets; drafters have one")
+    flags.add_argument("--without", action="append", default=[], help="a row of ours, or a peer; may be repeated")
     flags.add_argument("--save", help="name of the results")
     with reported():
         asyncio.run(run(flags.parse_args()))

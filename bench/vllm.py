@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -28,10 +27,10 @@ from tokenizers import Tokenizer
 
 from bench.faults import FaultProxy
 from bench.options import padded_model
+from bench.peers.vllm import VLLM, vllm_environment
 from outrider.cli.command import parse_count
 
 ROOT = Path(__file__).parents[1]
-VLLM = ROOT / ".vllm"
 DEPTH = 4  # drafts in a step
 DRAFTER = ROOT / "models/drafter"
 
@@ -79,17 +78,10 @@ LOADS: dict[Load, tuple[str, ...]] = {
 @contextmanager
 def worker(way: Way, model: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
     """A vLLM in its process."""
-    told = {"model": str(model), "dtype": dtype, "speculative_config": way.speculation}
+    told = {"model": str(model), "dtype": dtype, "speculative_config": way.speculation, "max_model_len": 512}
     told["additional_config"] = {"outrider": way.settings}
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "LD_PRELOAD": str(VLLM / "lib/libiomp5.so"),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'integrations/vllm'}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",  # VLLM_CPU_OMP_THREADS_BIND is for workers in processes of their own
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
+    # VLLM_CPU_OMP_THREADS_BIND is for workers in processes of their own.
+    environment = vllm_environment() | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         ["taskset", "-c", "0", VLLM / "bin/python", "-P", "-m", "bench.peers.vllm_worker", json.dumps(told)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT,

@@ -39,6 +39,7 @@ OPTIONS_OFF = (
 )
 CONTEXT = 4096  # tokens, at most
 CHAINS = {"llama.cpp": 0, "llama.cpp-draft-3": 3, "llama.cpp-draft-6": 6}  # drafted tokens before a pass, by row
+LOOKUP = 2  # tokens that prompt lookup drafts: what llama-cpp-python advises on CPUs
 WORKER = Path(__file__).with_name("llama_worker.py")
 ADVICE = "or leave llama.cpp's rows out with --no-llama-cpp"
 
@@ -111,6 +112,7 @@ class LlamaRow:
     name: str
     chain: int  # drafted tokens before a pass of the target; 0: none
     worker: WorkerRow
+    lookup: bool = False  # the chain is what followed in the text before, no draft model's
 
     def pids(self) -> Mapping[str, int]:
         """Return the worker's process."""
@@ -118,7 +120,7 @@ class LlamaRow:
 
     async def generate(self, request: BenchRequest) -> Sample:
         """Decode a text. The sampler's noise is llama.cpp's, so a seeded text differs from that of our rows."""
-        return sample_from_json(await self.worker.request(request.to_json(chain=self.chain)))
+        return sample_from_json(await self.worker.request(request.to_json(chain=self.chain, lookup=self.lookup)))
 
 
 def rows_of_worker(process: WorkerRow) -> list[LlamaRow]:

@@ -5,7 +5,8 @@ and llama_cpp alone and imports nothing of Outrider. When it has loaded, it writ
 each line of stdin with a line of JSON, until stdin ends. There are four kinds of requests:
 
 - {"prompt": [...], "temperature": T, "seed": S, "max_tokens": N, "chain": C}: decode N tokens, with a chain of C
-  drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
+  drafted tokens before each pass of the target, or without drafting where C is 0. With "lookup": 1 they are what
+  llama-cpp-python's prompt lookup finds in the text. The answer is a `Sample`.
 - {"rows": N}: the seconds of one pass over N tokens after PASS_CONTEXT others. One untimed pass precedes it.
 - {"prompt_rows": N}: the seconds from nothing to the logits after a prompt of N tokens.
 - {"logits": [...], "file": FILE}: write the logits after each token of a text to FILE, as numpy does.
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PASS_CONTEXT = 256  # tokens
+MOST_NGRAM = 2  # tokens of what prompt lookup looks for, llama-cpp-python's default
 RANDOM_SEED = 2**32 - 1  # llama.cpp replaces this value by a random seed
 
 Choose = Callable[[NDArray[np.float32]], int]  # returns a token from the logits of the ids that may be chosen
@@ -164,9 +166,24 @@ class ChainDrafter:
         return drafted
 
 
+class LookupDrafter:
+    """Proposes what followed the text's last tokens before: llama-cpp-python's own prompt lookup."""
+
+    def __init__(self, find: Callable[..., NDArray[np.intc]]) -> None:
+        """`find`: returns the tokens that follow the last `ngram` of a text at an earlier place there."""
+        self._find = find
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a text: nothing to do."""
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that may follow the text."""
+        return [int(token) for token in self._find(np.array(text, np.intc), MOST_NGRAM, count)]
+
+
 def generate(
     target: WorkerDecoder,
-    drafter: ChainDrafter | None,
+    drafter: ChainDrafter | LookupDrafter | None,
     choose: Choose,
     unpadded_vocabulary: int,
     request: dict[str, Any],
@@ -232,7 +249,8 @@ def prompt_seconds(model: WorkerDecoder, rows: int) -> float:
 
 def serve(
     target: WorkerDecoder,
-    drafter: ChainDrafter | None,
+    chains: ChainDrafter | None,
+    lookup: LookupDrafter | None,
     sampler: Callable[[float, int], LlamaSampler],
     unpadded_vocabulary: int,
     lines: Iterable[str],
@@ -242,6 +260,7 @@ def serve(
     filled = False  # a large model takes a minute for the contexts of a round
     for line in lines:
         request = json.loads(line)
+        drafter = lookup if request.get("lookup") else chains
         if "rows" in request:
             if not filled:
                 fill_context(target)
@@ -272,6 +291,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
     import llama_cpp  # type: ignore[import-not-found]
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # type: ignore[import-not-found]
 
     library = llama_cpp.llama_cpp
     library.llama_backend_init()
@@ -288,7 +308,8 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     print("ready", file=answers, flush=True)
-    serve(target, drafter, sampler, options.unpadded_vocabulary, sys.stdin, emit)
+    lookup = LookupDrafter(LlamaPromptLookupDecoding.find_candidate_pred_tokens)
+    serve(target, drafter, lookup, sampler, options.unpadded_vocabulary, sys.stdin, emit)
 
 
 if __name__ == "__main__":

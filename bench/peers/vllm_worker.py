@@ -21,20 +21,23 @@ def main(told: dict[str, Any]) -> None:
     from outrider_vllm.verification import repair
 
     repair()  # verification on processors is wrong without, whoever drafts
-    llm = LLM(**told, enforce_eager=True, max_model_len=512, max_num_seqs=8)
+    llm = LLM(**told, enforce_eager=True, max_num_seqs=8)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    execute, steps = runner.execute_model, [0]
+    execute, ends = runner.execute_model, list[float]()
 
     def counted(*arguments: Any, **named: Any) -> Any:
-        steps[0] += 1
-        return execute(*arguments, **named)
+        found = execute(*arguments, **named)
+        ends.append(time.perf_counter())
+        return found
 
     runner.execute_model = counted
     out.write("ready\n")
     for line in sys.stdin:
-        before = steps[0]
-        out.write(json.dumps(generate(llm, json.loads(line)) | {"steps": steps[0] - before}) + "\n")
+        ends.clear()
+        began = time.perf_counter()
+        answer = generate(llm, json.loads(line))
+        out.write(json.dumps(answer | {"steps": len(ends), "ends": [end - began for end in ends]}) + "\n")
 
 
 def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     params = [
         SamplingParams(
             temperature=asked["temperature"],
-            seed=number,
+            seed=asked.get("seed", 0) + number,
             max_tokens=asked["tokens"],
             ignore_eos=True,
             extra_args={"outrider_shared_noise": asked["noise"]},
