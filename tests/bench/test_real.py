@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from bench.real import BOTH, DRAFTER, LOOKUP, OURS, PLAIN, PROMPTS, RealTake, last_line, ratio, steps
+from bench.real import BOTH, DRAFTER, LOOKUP, OURS, PLAIN, PROMPTS, RealTake, last_line, ratio, steps, table
+from bench.report import results_page
 
 SPEEDS = {PLAIN: 10.0, LOOKUP: 12.0, DRAFTER: 20.0, BOTH: 24.0, "llama.cpp": 5.0, "llama.cpp-draft-3": 8.0}
 
@@ -34,6 +37,36 @@ def test_the_last_line_has_the_best_way_at_both_temperatures() -> None:
     assert line.startswith(
         "real: target=1B over_peers_t0=3.00 over_plain_t0=2.40 tokens_a_step_t0=2.40 over_peers_t1=3.00"
     )
+
+
+def test_ways_that_were_left_out_have_no_column() -> None:
+    some = [take for take in takes(0.0) if take.row in (PLAIN, BOTH, "llama.cpp")]
+    shown = table(some, ("llama.cpp",))
+    assert [column.header for column in shown.columns] == ["prompts", PLAIN, BOTH]
+    assert last_line(some, ("llama.cpp",), "8B") == (
+        "real: target=8B over_peers_t0=4.80 over_plain_t0=2.40 tokens_a_step_t0=2.40"
+    )
+
+
+def test_a_recorded_run_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_page, "PAGE", tmp_path / "results.md")
+    monkeypatch.setattr(results_page, "IMAGES", tmp_path)
+    machine = {"cpu": "a processor", "cores": 2, "when": "2026-11-30T12:00:00", "revision": "abc"}
+    run = {
+        "machine": machine,
+        "options": {"size": "1000000000"},
+        "takes": [asdict(take) for take in takes(0.0) + takes(1.0)],
+    }
+    (tmp_path / "1B.json").write_text(json.dumps(run))
+    results_page.main([tmp_path / "1B.json"])
+    page = (tmp_path / "results.md").read_text()
+    assert "## Padded to 1B, Q4_K_M" in page
+    assert "| llama.cpp-draft-3 | 8 | 8 |" in page
+    assert "| chat | 1.25; 1.00 | 1.50; 1.20 | 2.50; 2.00 | 3.00; 2.40 |" in page
+    assert "(images/results-1B.svg)" in page
+    drawn = (tmp_path / "results-1B.svg").read_bytes()
+    results_page.main([tmp_path / "1B.json"])
+    assert (tmp_path / "results-1B.svg").read_bytes() == drawn
 
 
 def test_every_category_has_ten_prompts() -> None:

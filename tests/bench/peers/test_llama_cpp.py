@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bench.peers import llama_cpp
 from bench.peers.llama_cpp import ADVICE, BUILD_REQUIREMENTS, CHAINS, VERSION, LlamaRow, build, cmake_commands
-from bench.peers.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, serve
+from bench.peers.llama_worker import MOST_NGRAM, PASS_CONTEXT, ChainDrafter, LookupDrafter, generate, greedy, serve
 from bench.rows.requests import BenchRequest
 from outrider.errors import ConfigError, Unavailable
 
@@ -83,6 +83,18 @@ def test_a_drafted_text_is_the_plain_one(chain: int, noise: float, prompt: list[
     assert len(set(sample["arrivals"])) == sample["steps"]
 
 
+def test_prompt_lookup_asks_for_what_followed_and_changes_no_text() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def find(text: NDArray[np.intc], ngram: int, count: int) -> NDArray[np.intc]:
+        asked.append((ngram, count))
+        return text[-1:] if len(text) % 2 else text[:0]  # a guess, or none
+
+    found = generate(Arithmetic(), LookupDrafter(find), greedy, UNPADDED, request(2))
+    assert found["tokens"] == decoded(0)[0]["tokens"]
+    assert {*asked} <= {(MOST_NGRAM, 2), (MOST_NGRAM, 1), (MOST_NGRAM, 0)}
+
+
 def test_a_sampled_text_stays_equal_with_drafts() -> None:
     def texts(chain: int) -> list[int]:
         dice = random.Random(5)
@@ -101,7 +113,7 @@ def test_a_pass_is_timed_behind_its_context_and_leaves_no_rows_behind() -> None:
     model = Arithmetic()
     lines = [{"rows": 8}, {"rows": 2}, {"prompt_rows": 9}, {"rows": 4}]
     seconds: list[Any] = []
-    serve(model, None, lambda *_: None, UNPADDED, map(json.dumps, lines), seconds.append)  # type: ignore[arg-type, return-value]
+    serve(model, None, None, lambda *_: None, UNPADDED, map(json.dumps, lines), seconds.append)  # type: ignore[arg-type, return-value]
     assert all(0.0 < it < 10.0 for it in seconds)
     assert model.passes == [PASS_CONTEXT, 8, 8, 2, 2, 9, PASS_CONTEXT, 4, 4]
     assert len(model.kv) == PASS_CONTEXT
@@ -127,7 +139,7 @@ def test_the_worker_answers_each_line(tmp_path: Path) -> None:
     lines = [request(0), request(3) | {"temperature": 1.0, "seed": 2**40}, {"rows": 2}]
     lines.append({"logits": [1, 2, 3], "file": str(tmp_path / "logits.npy")})
     drafter = ChainDrafter(Arithmetic(), UNPADDED)
-    serve(Arithmetic(), drafter, sampler, UNPADDED, map(json.dumps, lines), answers.append)
+    serve(Arithmetic(), drafter, None, sampler, UNPADDED, map(json.dumps, lines), answers.append)
     greedy_text, drawn_text, seconds, _ = answers
     assert len(greedy_text["tokens"]) == len(drawn_text["tokens"]) == 40
     assert greedy_text["tokens"] != drawn_text["tokens"]

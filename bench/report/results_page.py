@@ -1,0 +1,145 @@
+"""Writes docs/results.md and its plots from recorded runs of `bench.real`.
+
+make bench-real ARGS='--save as-is'
+make bench-real ARGS='--size 1B --save real-1B'
+python -m bench.report.results_page bench/results/as-is.json bench/results/real-1B.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.real import OURS, RealTake, ratio, steps
+from bench.rows.processes import ROOT
+
+PAGE = ROOT / "docs" / "results.md"
+IMAGES = ROOT / "docs" / "images"
+HEAD = """# How fast is it with a real model?
+
+SmolLM2 135M, which answers questions, is asked fifty everyday ones of five kinds (`bench/prompts/real.jsonl`): each
+once, at a temperature that differs from prompt to prompt, and the rows take turns. The drafter is the one in `models/`;
+lookups draft from what was said before. All rows run on the same two cores. A padded target costs what a model of that
+size costs and says what SmolLM2 says, so acceptance is that of SmolLM2.
+
+*Speed* is tokens a second after the first token: the median over prompts. *Over peers* compares each answer with the
+fastest of the peers' answers to the same prompt, and is the median of that. *Tokens a step* is the mean of what a pass
+of the target commits.
+
+Made by
+
+```bash
+python -m bench.report.results_page {files}
+```
+
+"""
+
+
+class RealRun:
+    """A recorded run."""
+
+    def __init__(self, file: Path) -> None:
+        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        self.name = file.stem
+        self.machine = content["machine"]
+        self.options = content["options"]
+        self.takes = [RealTake(**take) for take in content["takes"]]
+        self.rows = list(dict.fromkeys(take.row for take in self.takes))
+        self.temperatures = sorted({take.temperature for take in self.takes})
+        self.categories = list(dict.fromkeys(take.category for take in self.takes))
+
+    @property
+    def ours(self) -> list[str]:
+        """Our rows."""
+        return [row for row in OURS if row in self.rows]
+
+    @property
+    def peers(self) -> list[str]:
+        """The others' rows."""
+        return [row for row in self.rows if row not in OURS]
+
+    @property
+    def title(self) -> str:
+        """What the target was."""
+        size = self.options["size"]
+        return "As it is, Q4_1" if size == "None" else f"Padded to {int(size) / 1e9:g}B, Q4_K_M"
+
+    def speed(self, row: str, temperature: float) -> float:
+        """Return a row's median speed."""
+        return median(it.tokens_per_s for it in self.takes if (it.row, it.temperature) == (row, temperature))
+
+    def part(self, category: str) -> list[RealTake]:
+        """Return the takes of a category."""
+        return [it for it in self.takes if it.category == category]
+
+    def at(self, temperature: float) -> list[RealTake]:
+        """Return the takes at a temperature."""
+        return [it for it in self.takes if it.temperature == temperature]
+
+
+def section(run: RealRun) -> str:
+    """Return a run's part of the page."""
+    machine = run.machine
+    heads = [f"T = {at:g}" for at in run.temperatures]
+    speeds = [[row, *(f"{run.speed(row, at):.0f}" for at in run.temperatures)] for row in [*run.peers, *run.ours]]
+    parts = [(name, run.part(name)) for name in run.categories]
+    parts += [(f"all, T = {at:g}", run.at(at)) for at in run.temperatures]
+    compared = [
+        [name, *(f"{ratio(part, row, run.peers):.2f}; {steps(part, row):.2f}" for row in run.ours)]
+        for name, part in parts
+    ]
+    return "\n".join(
+        [
+            f"## {run.title}",
+            "",
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['when'][:10]}, revision "
+            f"{machine['revision'].removesuffix('-dirty')}.",
+            "",
+            f"![Speed of each row by temperature](images/results-{run.name}.svg)",
+            "",
+            *_table(["tokens a second", *heads], speeds),
+            "",
+            *_table(["over peers; tokens a step", *run.ours], compared),
+            "",
+        ]
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def plot(run: RealRun, file: Path) -> None:
+    """Draw a row's speeds as bars, one for each temperature."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = run.name  # the same figures give the same file
+    rows = [*run.peers, *run.ours][::-1]
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(run.temperatures)
+    for number, at in enumerate(run.temperatures):
+        places = [place + 0.4 - height * (number + 0.5) for place in range(len(rows))]
+        axes.barh(places, [run.speed(row, at) for row in rows], height, label=f"T = {at:g}")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel="tokens a second", title=run.title)
+    axes.legend(loc="lower right")
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main(files: Sequence[Path]) -> None:
+    """Write the page and its plots."""
+    runs = [RealRun(file) for file in files]
+    for run in runs:
+        plot(run, IMAGES / f"results-{run.name}.svg")
+    named = " ".join(f"bench/results/{file.name}" for file in files)
+    PAGE.write_text("\n".join([HEAD.format(files=named).rstrip("\n"), "", *map(section, runs)]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main([*map(Path, sys.argv[1:])])
