@@ -23,6 +23,7 @@ from outrider.training.answers.answer_batches import AnswerBatches, learned_and_
 from outrider.training.data.corpus import OnProgress
 from outrider.training.data.windows import Windows
 from outrider.training.evaluation import ANSWERS, Evaluation, HeldOut, HeldOutAnswers, HeldOutData
+from outrider.training.expected_gain import ExpectedGain, expected_gain
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.saving import state as states
 from outrider.training.saving.atomic_save import refuse_to_replace
@@ -126,6 +127,13 @@ class Training:
         if self._held_out is not None and self._records is not None:
             self._measured = self._held_out.measure(self.student)
             self._records.add(self.progress)
+
+    def expected_gain(self) -> ExpectedGain | None:
+        """Return what the written drafter is worth here; None where it was not measured on a target's answers."""
+        target, measured = self._setup.target_folder, self._measured
+        if target is None or measured is None or not measured.by_chain:
+            return None
+        return expected_gain(target, self._recipe.output, measured.by_chain, str(self._device), torch.get_num_threads())
 
     def save(self) -> None:
         """Measure, and save the training state and the student. Do nothing if this step was saved already."""

@@ -13,7 +13,7 @@ import torch
 
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
-from outrider.training.acceptance import TargetTexts, committed, generate_texts
+from outrider.training.acceptance import GAMMA, TargetTexts, committed, generate_texts
 from outrider.training.data.corpus import Ids, OnProgress
 from outrider.training.data.windows import spread
 from outrider.training.tasks.answers_task import AnswersTask
@@ -40,6 +40,7 @@ class Evaluation:
     held_out_loss: float  # of a model: nats per token; of heads: the training loss
     acceptance: Mapping[float, float]  # temperature -> acceptance length; empty without a target
     by_category: Mapping[str, float] = field(default_factory=dict)  # of questions, over all temperatures
+    by_chain: tuple[float, ...] = ()  # tokens a step with chains of 1, 2, ... drafts; empty without answers
 
     def by_name(self) -> dict[str, float]:
         """Return the acceptance lengths by temperature, in the form in which they are recorded."""
@@ -116,9 +117,12 @@ class HeldOutAnswers:
         with evaluated(student):
             device = next(student.parameters()).device
             steps, tokens = Counter[float | str](), Counter[float | str]()
+            chains = [0] * GAMMA
             losses = [self._task.held_out(student, self._batches.batch(number).to(device)) for number in range(BATCHES)]
             for text, category in zip(self._texts, self._categories, strict=True):
-                done, said = committed(self._task.agreed(student, text))
+                agreed = self._task.agreed(student, text)
+                chains = [so_far + committed(agreed, depth)[0] for depth, so_far in enumerate(chains, 1)]
+                done, said = committed(agreed)
                 for part in (text.temperature, category):
                     steps[part] += done
                     tokens[part] += said
@@ -127,6 +131,7 @@ class HeldOutAnswers:
                 sum(losses) / BATCHES,
                 {at: lengths[at] for at in sorted({text.temperature for text in self._texts})},
                 {name: lengths[name] for name in dict.fromkeys(self._categories) if name},
+                tuple(sum(len(text.tokens) - text.answer for text in self._texts) / count for count in chains),
             )
 
 

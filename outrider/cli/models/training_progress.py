@@ -21,6 +21,7 @@ from outrider.engine.transformers.quiet import quiet
 from outrider.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
+    from outrider.training.expected_gain import ExpectedGain
     from outrider.training.saving.records import TrainingProgress
 
 LINE_S = 60.0  # between two lines of progress
@@ -69,15 +70,21 @@ def run_training(recipe: TrainingRecipe) -> None:
         raise SystemExit(INTERRUPTED)
     for category, length in (now.measured.by_category if now.measured else {}).items():
         print(f"outrider train: {category}: {length:.2f} tokens a step")
-    print(last_line(recipe, now), flush=True)
+    if (gain := training.expected_gain()) is not None and now.measured is not None:
+        lengths = " ".join(f"{length:.2f}" for length in now.measured.by_chain)
+        print(f"outrider train: tokens a step with chains of 1, 2, ... drafts: {lengths}")
+        print(f"outrider train: {gain}")
+    print(last_line(recipe, now, gain), flush=True)
 
 
-def last_line(recipe: TrainingRecipe, now: TrainingProgress) -> str:
+def last_line(recipe: TrainingRecipe, now: TrainingProgress, gain: ExpectedGain | None = None) -> str:
     """Return the line for scripts."""
     figures = {"steps": f"{now.step}", "tokens": f"{now.tokens}", "seconds": f"{now.seconds:.1f}"}
     if now.seconds:
         figures["tokens_per_s"] = f"{now.tokens / now.seconds:.0f}"
     figures |= _quality(now)
+    if gain is not None:
+        figures["expected_speedup"] = f"{gain.speedup:.2f}"
     line = " ".join(f"{name}={value}" for name, value in figures.items())
     return f"outrider train: wrote {recipe.output}: {line}"
 

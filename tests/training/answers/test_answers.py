@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from outrider.cli.models.training_progress import last_line
 from outrider.core.sampling.noise import gumbel_row
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.loading import load_engine
@@ -201,6 +202,14 @@ def test_a_drafter_of_some_ids_learns_from_answers_to_a_users_prompts(chatty: Pa
     engine = load_engine(output, dtype="bfloat16", slots=1, rows=32, threads=1)
     assert engine.vocabulary == 300
     assert training.progress.tokens >= 40_000
+    measured, gain = training.progress.measured, training.expected_gain()
+    assert measured is not None
+    assert gain is not None
+    assert 1.0 <= measured.by_chain[0] <= min(2.0, measured.by_chain[-1])
+    assert gain.tokens_a_step == measured.by_chain[gain.depth - 1]
+    turn = gain.pass_s + gain.depth * gain.level_s
+    assert gain.speedup == pytest.approx(gain.tokens_a_step * gain.plain_s / turn)
+    assert f"expected_speedup={gain.speedup:.2f}" in last_line(recipe, training.progress, gain)
 
 
 def test_heads_learn_from_answers(chatty: Path, tmp_path: Path) -> None:
