@@ -21,7 +21,8 @@ from tests.docs.pages import ROOT
 from tests.docs.sandbox import Sandbox
 
 SERVERS = {"up", "router", "verifier", "drafter", "gateway"}
-LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace", "train"}  # take from ten seconds to for ever
+LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace", "train", "chat"}  # take from ten seconds to for ever
+EXAMPLE = ["outrider", "up"]  # what the demo runs, with the default ports
 DEPLOYING = {"docker", "helm", "kind", "kubectl", "kustomize", "podman"}  # there is no cluster of theirs
 MADE = "models/large"  # by a command of the first page
 MINIMAL: dict[str, Any] = {"router": {"models": {"target": "models/target"}}, "verifier": [{"model": "models/target"}]}
@@ -126,13 +127,13 @@ def named_paths_exist(words: list[str]) -> None:
 
 def _is_server(command: str) -> bool:
     words = command.split()
-    return words[0] == "outrider" and words[1] in SERVERS
+    return words[0] == "outrider" and words[1] in SERVERS and words != EXAMPLE
 
 
 def _is_long(name: str, arguments: list[str]) -> bool:
     if name == "describe":  # of a checkpoint it measures passes
         return not re.fullmatch(r"[\w.]+:\d+", arguments[0])
-    return name in LONG and "--once" not in arguments
+    return ["outrider", name, *arguments] == EXAMPLE or (name in LONG and "--once" not in arguments)
 
 
 def _flags(arguments: list[str]) -> set[str]:
