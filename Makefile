@@ -93,6 +93,7 @@ bench: $(STAMP)
 # The first suite, small: at most five minutes.
 bench-quick: $(STAMP)
 	$(BIN)/python -m bench --quick $(ARGS)
+	$(BIN)/python -m bench.real --prompts 1 --tokens 64 --without vLLM --without OpenVINO
 
 # Processor time of each committed token, by process and stage, with engines that cost nothing: under three minutes.
 bench-cpu: $(STAMP)

@@ -33,6 +33,7 @@ from bench.peers.llama_cpp import LlamaRow, build, llama_files
 from bench.peers.vllm import vllm_rows
 from bench.report.results import FOLDER, machine
 from bench.rows.cluster import ClusterRow, running
+from bench.rows.processes import ROOT
 from bench.rows.requests import BenchRequest
 from bench.rows.row import BenchRow
 from outrider.cli.command import parse_count, reported
@@ -43,6 +44,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.example_files import SMOLLM2, real_file
 
 PROMPTS = Path(__file__).parent / "prompts" / "real.jsonl"
+DRAFTER_FILE = ROOT / "models" / "smollm2-drafter.gguf"
 TEMPERATURES = (0.0, 0.7, 1.0)
 LEARNING = 256  # tokens in which control learns, before anything is measured
 PLAIN, LOOKUP, DRAFTER, BOTH = "plain", "lookup", "drafter", "drafter and lookup"
@@ -215,7 +217,6 @@ def last_line(takes: Sequence[RealTake], peers: Sequence[str], target: str) -> s
 async def run(options: argparse.Namespace) -> None:
     """Measure, print the table, and keep the takes."""
     file = options.gguf or real_file(SMOLLM2)
-    options.drafter = options.drafter or file
     prompts = read_real_prompts(file, options.prompts)
     with TemporaryDirectory(prefix="outrider-real-") as scratch:
         target = file
@@ -253,7 +254,7 @@ def main() -> None:
     """Parse the flags."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--gguf", type=Path, help="the model; default: SmolLM2 135M from the package index")
-    flags.add_argument("--drafter", type=Path, help="a checkpoint; default: the model itself")
+    flags.add_argument("--drafter", type=Path, default=DRAFTER_FILE, help="a checkpoint")
     flags.add_argument("--size", type=parse_count, help="parameters to pad the target to; default: as it is")
     flags.add_argument("--prompts", type=int, default=6, help="of each category")
     flags.add_argument("--rounds", type=int, default=1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from outrider.engine.checkpoints.checkpoint import copy_tokenizer
 from outrider.engine.checkpoints.model_card import weights_digest
+from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
@@ -76,7 +77,8 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
             corpus.require(recipe.window + 1)
     draft_ids: tuple[int, ...] = ()
     if target is not None and answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
-        draft_ids = frequent_ids(answers.texts, range(len(answers.texts)), count, target.eos_ids)
+        draft_ids = tuple(getattr(student.config, DRAFT_IDS, ()))  # of one to start from
+        draft_ids = draft_ids or frequent_ids(answers.texts, range(len(answers.texts)), count, target.eos_ids)
         assert isinstance(recipe, DrafterRecipe)
         reduce_head(student, draft_ids, learns_embedding=recipe.width is not None)
     digests = {

@@ -21,7 +21,17 @@ from tests.docs.pages import ROOT
 from tests.docs.sandbox import Sandbox
 
 SERVERS = {"up", "router", "verifier", "drafter", "gateway"}
-LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace", "train", "chat"}  # take from ten seconds to for ever
+LONG = {
+    "bench",
+    "demo",
+    "plan",
+    "simulate",
+    "verify",
+    "top",
+    "trace",
+    "train",
+    "chat",
+}  # take from ten seconds to for ever
 EXAMPLE = ["outrider", "up"]  # what the demo runs, with the default ports
 DEPLOYING = {"docker", "helm", "kind", "kubectl", "kustomize", "podman"}  # there is no cluster of theirs
 MADE = "models/large"  # by a command of the first page

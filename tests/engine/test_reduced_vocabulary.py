@@ -23,6 +23,7 @@ from outrider.engine.interface.engine import Dtype
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.transformers.reduced_head import NEVER
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.gpu.taped import DEVICE
 from tests.engine.small_checkpoints import MODELS, keep_ids, make_checkpoint, prompt
@@ -144,11 +145,16 @@ def test_a_head_of_other_rows_is_refused(whole: Path, tmp_path: Path) -> None:
         logits(with_config(tmp_path / "bad", IDS), "float32")
 
 
-def test_it_is_neither_padded_nor_run_by_transformers(reduced: Path, tmp_path: Path) -> None:
+def test_it_is_not_padded(reduced: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pad the target"):
         pad_checkpoint(reduced, tmp_path / "padded", parameters=20_000_000)
-    with pytest.raises(CheckpointError, match="only the native backend"):
-        load_engine(reduced, backend="transformers", dtype="float32", slots=1)
+
+
+def test_transformers_runs_it(whole: Path, reduced: Path) -> None:
+    engines = [load_engine(it, backend="transformers", dtype="float32", slots=1, rows=64) for it in (whole, reduced)]
+    every, some = (engine.forward([prompt(0, TOKENS)]) for engine in engines)
+    assert np.allclose(some[:, IDS], every[:, IDS], atol=1e-5)
+    assert (np.delete(some, IDS, 1) == NEVER).all()
 
 
 def test_ranks_do_not_share_it(reduced: Path) -> None:

@@ -22,6 +22,7 @@ from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read
 from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.sharding import Shard
+from outrider.engine.transformers.reduced_head import with_own_head
 from outrider.engine.transformers.weight_only import quantize
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import is_gguf
@@ -69,16 +70,19 @@ class Pretrained:
                 f"dtype: {dtype} is not for several ranks where transformers shares a model; use bfloat16"
             )
         outline, digest = read_outline(path), read_tokenizer_digest(path)
-        if not is_gguf(path) and DRAFT_IDS in read_json(path / "config.json"):
-            raise CheckpointError("its head has a part of the ids alone, which only the native backend runs")
+        reduced = not is_gguf(path) and DRAFT_IDS in read_json(path / "config.json")
+        if reduced and shard.of > 1:
+            raise ConfigError("tensor_parallel: a drafter whose head has some of the ids is one process's")
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
             with _ranks(shard) as sharing:
-                model = from_pretrained(path, dtype=stored, **sharing).eval()
+                model = from_pretrained(path, dtype=stored, ignore_mismatched_sizes=reduced, **sharing).eval()
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"transformers cannot load it: {_first_line(error)}") from None
+        if reduced:
+            model = with_own_head(model, path)
         parameters = model.num_parameters()
         if dtype in ("int8", "int4"):
             quantize(model, dtype)

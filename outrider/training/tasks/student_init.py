@@ -97,7 +97,8 @@ def reduce_head(student: Any, draft_ids: tuple[int, ...], *, learns_embedding: b
     The embedding is most of a small model with a large vocabulary; that of a target is good as it is.
     """
     embedding, head = student.get_input_embeddings(), student.get_output_embeddings()
-    rows = head.weight.detach()[list(draft_ids)].clone()
+    rows = head.weight.detach()
+    rows = rows.clone() if len(rows) == len(draft_ids) else rows[list(draft_ids)].clone()
     reduced = torch.nn.Linear(rows.shape[1], rows.shape[0], bias=False)
     reduced.weight = torch.nn.Parameter(rows)
     student.set_output_embeddings(reduced)

@@ -212,6 +212,19 @@ def test_a_drafter_of_some_ids_learns_from_answers_to_a_users_prompts(chatty: Pa
     assert f"expected_speedup={gain.speedup:.2f}" in last_line(recipe, training.progress, gain)
 
 
+def test_a_training_starts_from_a_drafter_of_some_ids(chatty: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("say this\nsay that\n")
+    train(settings(chatty, first, prompts=prompts, draft_vocabulary=120, tokens=2000))
+    ids = read_config(first).draft_ids
+    again = settings(chatty, second, prompts=prompts, layers=(), start=first, draft_vocabulary=50, tokens=2000)
+    train(again)
+    assert read_config(second).draft_ids == ids
+    lines = [(tmp_path / f"{name}.run" / "figures.jsonl").read_text().splitlines() for name in ("first", "second")]
+    assert json.loads(lines[1][0])["held_out_loss"] == pytest.approx(json.loads(lines[0][-1])["held_out_loss"], rel=0.2)
+
+
 def test_heads_learn_from_answers(chatty: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("say this\nand that\n")

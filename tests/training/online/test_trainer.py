@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,7 @@ import torch
 from redis.asyncio import Redis
 
 from outrider.core.session.training_samples import TrainingSample, sample_of
-from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.loading import load_engine
 from outrider.store.redis.client import connect
@@ -29,6 +30,7 @@ from outrider.training.online.model import OnlineModel
 from outrider.training.online.replay import PASSES
 from outrider.training.online.trainer import OnlineTrainingConfig, Trainer
 from tests.e2e.tiny_models import VOCABULARY, make_tiny
+from tests.engine.small_checkpoints import keep_ids
 from tests.full_disk import small_disk
 from tests.store.server import Server
 
@@ -139,6 +141,19 @@ def test_the_average_over_steps_is_judged_and_saved(
         torch.testing.assert_close(follower.model.state_dict()[name], average)
         assert torch.equal(saved, follower.model.state_dict()[name].bfloat16().float())
     assert not torch.equal(stages[0]["lm_head.weight"], stages[1]["lm_head.weight"])
+
+
+def test_a_drafter_of_some_ids_learns(models: Path, examples: list[TrainingSample], tmp_path: Path) -> None:
+    ids = tuple(range(0, VOCABULARY, 2))
+    drafter = keep_ids(models / "drafter", tmp_path / "reduced", ids)
+    follower, in_use = (OnlineModel(drafter, rate=3e-3) for _ in range(2))
+    before = follower.score(examples[:16]).mean
+    for step in range(20):
+        assert math.isfinite(follower.learn(examples[16 + 2 * step : 24 + 2 * step], in_use))
+    assert follower.score(examples[:16]).mean > before + 0.005
+    follower.save(tmp_path / "learned")
+    assert read_config(tmp_path / "learned").draft_ids == ids
+    assert OnlineModel(tmp_path / "learned").score(examples[:16]).mean > before + 0.005
 
 
 async def test_the_trainer_rests_without_new_samples_and_keeps_to_its_share(
