@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from outrider.cli.command import INTERRUPTED
 from outrider.engine.transformers.quiet import quiet
 from outrider.training.recipe import TrainingRecipe
+from outrider.training.saving.atomic_save import claimed
 
 if TYPE_CHECKING:
     from outrider.training.expected_gain import ExpectedGain
@@ -33,12 +34,17 @@ def run_training(recipe: TrainingRecipe) -> None:
 
     Raises OutriderError for a recipe that cannot work.
     """
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that train together
+    with claimed(recipe.run) if first else nullcontext():
+        _run(recipe, first=first)
+
+
+def _run(recipe: TrainingRecipe, *, first: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with quiet():
         from outrider.training.distillation import Training
 
     screen = Console(stderr=True)
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that train together
     lines = _ProgressLines(shown=first and not screen.is_terminal)
     with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal or not first) as progress:
         bar = progress.add_task("loading", total=1.0, figures="")

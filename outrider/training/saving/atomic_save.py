@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -40,6 +41,31 @@ def replaced(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         recover(folder)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold other processes off a training's folder in the body. One that stays empty is removed.
+
+    Raises ConfigError while another process has it, CheckpointError where the folder cannot be made.
+    """
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("wb")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"output: {folder} is in use by another training; let it end, or give another") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def refuse_to_replace(folder: Path) -> None:

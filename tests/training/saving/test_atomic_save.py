@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.errors import CheckpointError
-from outrider.training.saving.atomic_save import recover, replaced
+from outrider.errors import CheckpointError, ConfigError
+from outrider.training.saving.atomic_save import claimed, recover, replaced
 from tests.full_disk import small_disk
 
 
@@ -91,3 +91,21 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         save(tmp_path / "file" / "one", "first")
+
+
+def test_a_folder_is_one_training_s_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "drafter.run"
+    with claimed(folder):
+        with pytest.raises(ConfigError, match=f"output: {folder} is in use by another training"), claimed(folder):
+            pass
+        assert folder.exists()
+    assert not folder.exists()
+    with claimed(folder):
+        (folder / "state").mkdir()
+    assert [path.name for path in folder.iterdir()] == ["state"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"), claimed(tmp_path / "file" / "run"):
+        pass
