@@ -201,6 +201,22 @@ def table(takes: Sequence[RealTake], peers: Sequence[str]) -> Table:
     return shown
 
 
+def speed(takes: Iterable[RealTake], row: str, temperature: float) -> float:
+    """Return a row's median tokens a second at a temperature."""
+    return median(it.tokens_per_s for it in takes if (it.row, it.temperature) == (row, temperature))
+
+
+def speed_table(takes: Sequence[RealTake]) -> Table:
+    """Return the table of all rows' speeds."""
+    shown = Table(title="tokens a second", title_justify="left")
+    temperatures = sorted({take.temperature for take in takes})
+    for head in ("row", *(f"T = {at:g}" for at in temperatures)):
+        shown.add_column(head, justify="left" if head == "row" else "right")
+    for row in dict.fromkeys(take.row for take in takes):
+        shown.add_row(row, *(f"{speed(takes, row, at):.0f}" for at in temperatures))
+    return shown
+
+
 def last_line(takes: Sequence[RealTake], peers: Sequence[str], target: str) -> str:
     """Return the line for scripts: the best of our ways to draft, at temperatures 0 and 1."""
     figures, ways = {"target": target}, {take.row for take in takes} & {LOOKUP, DRAFTER, BOTH}
@@ -233,7 +249,7 @@ async def run(options: argparse.Namespace) -> None:
                 if len(takes) % len(rows) == 0:
                     at = f"{take.category}, T = {take.temperature:g}"
                     print(f"{len(takes)} of {wanted}: {at}: {take.tokens_per_s:.0f} tokens/s {take.row}", flush=True)
-    Console(width=120).print(table(takes, peers))
+    Console(width=120).print(speed_table(takes), table(takes, peers))
     name = "as-is" if options.size is None else f"{options.size / 1e9:g}B"
     line = last_line(takes, peers, name)
     save(options, takes, line)

@@ -11,10 +11,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench.real import OURS, RealTake, ratio, steps
+from bench.real import OURS, RealTake, ratio, speed, steps
 from bench.rows.processes import ROOT
 
 PAGE = ROOT / "docs" / "results.md"
@@ -68,10 +67,6 @@ class RealRun:
         size = self.options["size"]
         return "As it is, Q4_1" if size == "None" else f"Padded to {int(size) / 1e9:g}B, Q4_K_M"
 
-    def speed(self, row: str, temperature: float) -> float:
-        """Return a row's median speed."""
-        return median(it.tokens_per_s for it in self.takes if (it.row, it.temperature) == (row, temperature))
-
     def part(self, category: str) -> list[RealTake]:
         """Return the takes of a category."""
         return [it for it in self.takes if it.category == category]
@@ -85,7 +80,9 @@ def section(run: RealRun) -> str:
     """Return a run's part of the page."""
     machine = run.machine
     heads = [f"T = {at:g}" for at in run.temperatures]
-    speeds = [[row, *(f"{run.speed(row, at):.0f}" for at in run.temperatures)] for row in [*run.peers, *run.ours]]
+    speeds = [
+        [row, *(f"{speed(run.takes, row, at):.0f}" for at in run.temperatures)] for row in [*run.peers, *run.ours]
+    ]
     parts = [(name, run.part(name)) for name in run.categories]
     parts += [(f"all, T = {at:g}", run.at(at)) for at in run.temperatures]
     compared = [
@@ -125,7 +122,7 @@ def plot(run: RealRun, file: Path) -> None:
     height = 0.8 / len(run.temperatures)
     for number, at in enumerate(run.temperatures):
         places = [place + 0.4 - height * (number + 0.5) for place in range(len(rows))]
-        axes.barh(places, [run.speed(row, at) for row in rows], height, label=f"T = {at:g}")
+        axes.barh(places, [speed(run.takes, row, at) for row in rows], height, label=f"T = {at:g}")
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlabel="tokens a second", title=run.title)
     axes.legend(loc="lower right")

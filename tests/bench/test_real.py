@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from bench.real import BOTH, DRAFTER, LOOKUP, OURS, PLAIN, PROMPTS, RealTake, last_line, ratio, steps, table
+from bench.real import (
+    BOTH,
+    DRAFTER,
+    LOOKUP,
+    OURS,
+    PLAIN,
+    PROMPTS,
+    RealTake,
+    last_line,
+    ratio,
+    speed_table,
+    steps,
+    table,
+)
 from bench.report import results_page
 
 SPEEDS = {PLAIN: 10.0, LOOKUP: 12.0, DRAFTER: 20.0, BOTH: 24.0, "llama.cpp": 5.0, "llama.cpp-draft-3": 8.0}
@@ -43,6 +56,7 @@ def test_ways_that_were_left_out_have_no_column() -> None:
     some = [take for take in takes(0.0) if take.row in (PLAIN, BOTH, "llama.cpp")]
     shown = table(some, ("llama.cpp",))
     assert [column.header for column in shown.columns] == ["prompts", PLAIN, BOTH]
+    assert [[*column.cells] for column in speed_table(some).columns] == [[PLAIN, BOTH, "llama.cpp"], ["10", "24", "5"]]
     assert last_line(some, ("llama.cpp",), "8B") == (
         "real: target=8B over_peers_t0=4.80 over_plain_t0=2.40 tokens_a_step_t0=2.40"
     )
