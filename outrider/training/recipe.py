@@ -123,6 +123,9 @@ class DrafterRecipe(TrainingRecipe):
     # Ids of the head: those that the target writes most often. None: 8,192 of four times as many or more, else all.
     draft_vocabulary: int | None = Field(default=None, ge=16)
 
+    # One row of the embedding for all ids that are not drafted: a smaller file of a drafter that knows less.
+    shared_row: bool = False
+
     # Share of the steps in which the drafter itself continues the text.
     on_policy: float = Field(default=0.0, ge=0, le=1)
     continuation: int = Field(default=64, ge=1)  # tokens that the drafter generates in such a step
@@ -147,6 +150,10 @@ class DrafterRecipe(TrainingRecipe):
         if self.text and self.draft_vocabulary is not None:
             raise ValueError(
                 "draft_vocabulary: is chosen from what the target writes where no text is given; leave out text"
+            )
+        if self.shared_row and (self.text or self.width is not None):
+            raise ValueError(
+                "shared_row: is of an embedding that a target gave, without text; leave out text and width"
             )
         if self.on_policy and not self.text:
             raise ValueError("on_policy: scores of the drafter's own text need the target; give text")

@@ -15,13 +15,13 @@ from outrider.engine.interface.engine import Dtype
 from outrider.engine.transformers.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder, is_gguf
-from outrider.training.answers.answer_batches import frequent_ids, learned_and_held_out
+from outrider.training.answers.answer_batches import expected_counts, frequent_ids, learned_and_held_out
 from outrider.training.answers.writing import Written, write_answers
 from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare
 from outrider.training.data.texts import TrainingTexts
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.tasks.heads_task import make_heads
-from outrider.training.tasks.student_init import load, make_student, reduce_head
+from outrider.training.tasks.student_init import load, make_student, reduce_head, share_row
 
 REDUCED = 8192  # ids of a head for a large vocabulary
 
@@ -77,10 +77,13 @@ def gather(recipe: TrainingRecipe, dtype: Dtype, device: str, on_progress: OnPro
             corpus.require(recipe.window + 1)
     draft_ids: tuple[int, ...] = ()
     if target is not None and answers is not None and (count := _draft_vocabulary(recipe, student.config.vocab_size)):
+        counts = expected_counts(answers.texts)
         draft_ids = tuple(getattr(student.config, DRAFT_IDS, ()))  # of one to start from
-        draft_ids = draft_ids or frequent_ids(answers.texts, range(len(answers.texts)), count, target.eos_ids)
+        draft_ids = draft_ids or frequent_ids(counts, count, target.eos_ids)
         assert isinstance(recipe, DrafterRecipe)
         reduce_head(student, draft_ids, learns_embedding=recipe.width is not None)
+        if recipe.shared_row:
+            share_row(student.get_input_embeddings(), draft_ids, counts)
     digests = {
         "texts": corpus.digest if corpus else "",
         "tokenizer": vocabulary.digest.hex(),

@@ -150,11 +150,12 @@ def test_it_is_not_padded(reduced: Path, tmp_path: Path) -> None:
         pad_checkpoint(reduced, tmp_path / "padded", parameters=20_000_000)
 
 
-def test_transformers_runs_it(whole: Path, reduced: Path) -> None:
+def test_transformers_runs_it(whole: Path, reduced: Path, caplog: pytest.LogCaptureFixture) -> None:
     engines = [load_engine(it, backend="transformers", dtype="float32", slots=1, rows=64) for it in (whole, reduced)]
     every, some = (engine.forward([prompt(0, TOKENS)]) for engine in engines)
     assert np.allclose(some[:, IDS], every[:, IDS], atol=1e-5)
     assert (np.delete(some, IDS, 1) == NEVER).all()
+    assert "MISMATCH" not in caplog.text
 
 
 def test_ranks_do_not_share_it(reduced: Path) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from outrider.cli.command import FAILURE, INTERRUPTED, parse_count
-from outrider.fleet.example_cluster import MODELS
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def demo(
         int | None, typer.Option(min=1, help="Threads of the verifier's passes. [default: all cores]")
     ] = None,
     drafter_threads: Annotated[int, typer.Option(min=1, help="Threads of the drafter's passes.")] = 1,
-    models: Annotated[Path, typer.Option(help="The folder models/ of a clone of the repository.")] = MODELS,
+    models: Annotated[Path, typer.Option(help="The folder models/ of a clone of the repository.")] = Path("models"),
 ) -> None:
     """Start a cluster on this machine, ask it ten questions without and with drafts, compare and measure the answers.
 

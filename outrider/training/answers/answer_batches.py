@@ -100,18 +100,24 @@ def chosen_of(answer: TargetAnswer, window: int, ranks: NDArray[np.int64] | None
     return Chosen(answer.tokens[:window], places[:count], ids, logprobs)
 
 
-def frequent_ids(store: AnswerStore, texts: Sequence[int], count: int, always: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids that a target chose most often, ascending, with those that are in any vocabulary (FR-Spec, arXiv
-    2502.14856, section 4).
-
-    Ids count by their probability, so that seldom ones are known from few texts.
+def expected_counts(store: AnswerStore) -> NDArray[np.float64]:
+    """Return how often a target would have chosen each id, up to the largest that it might have: its probabilities,
+    so that seldom ids are known from few texts.
     """
-    weights: NDArray[np.float64] = np.zeros(max(always, default=0) + 1)
-    for text in texts:
-        it = store.read(int(text))
+    counts: NDArray[np.float64] = np.zeros(1)
+    for text in range(len(store)):
+        it = store.read(text)
         shares = np.exp(it.logprobs.astype(np.float64)).ravel()
-        more = np.bincount(it.ids.ravel(), shares, len(weights)).astype(np.float64)
-        weights = more + np.pad(weights, (0, len(more) - len(weights)))
+        more = np.bincount(it.ids.ravel(), shares, len(counts)).astype(np.float64)
+        counts = more + np.pad(counts, (0, len(more) - len(counts)))
+    return counts
+
+
+def frequent_ids(counts: NDArray[np.float64], count: int, always: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids with the largest counts, ascending, with those that are in any vocabulary (FR-Spec, arXiv
+    2502.14856, section 4).
+    """
+    weights = np.pad(counts, (0, max(0, max(always, default=0) + 1 - len(counts))))
     weights[list(always)] = np.inf
     best = np.argsort(-weights, kind="stable")[:count]
     return tuple(sorted(int(id_) for id_ in best if weights[id_] > 0))

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.checkpoints.model_config import DRAFT_IDS
@@ -106,6 +108,17 @@ def reduce_head(student: Any, draft_ids: tuple[int, ...], *, learns_embedding: b
     config = student.config
     config.tie_word_embeddings = False
     setattr(config, DRAFT_IDS, list(draft_ids))
+
+
+def share_row(embedding: Any, draft_ids: tuple[int, ...], counts: NDArray[np.float64]) -> None:
+    """Give all ids that are not drafted the mean of their rows, by how often they occur."""
+    shares = torch.zeros(len(embedding.weight))
+    shares[: len(counts)] = torch.from_numpy(counts)
+    others = torch.ones(len(shares), dtype=torch.bool)
+    others[list(draft_ids)] = False
+    shares = torch.where(others, shares + shares.sum() * 1e-9, 0)  # where none of them occurs: the plain mean
+    with torch.no_grad():
+        embedding.weight[others] = shares @ embedding.weight / shares.sum()
 
 
 def _renumbered(name: str, kept: tuple[int, ...]) -> str:

@@ -72,6 +72,7 @@ RECIPES: dict[str, list[Section]] = {
             minutes=1,
             questions=Path("q"),
             draft_vocabulary=8192,
+            shared_row=True,
             **ANSWERS,
         ),
     ],

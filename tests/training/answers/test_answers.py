@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.cli.models.training_progress import last_line
@@ -18,7 +19,13 @@ from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from outrider.training.acceptance import committed
 from outrider.training.answers import teacher
-from outrider.training.answers.answer_batches import AnswerBatches, chosen_of, draft_ranks, frequent_ids
+from outrider.training.answers.answer_batches import (
+    AnswerBatches,
+    chosen_of,
+    draft_ranks,
+    expected_counts,
+    frequent_ids,
+)
 from outrider.training.answers.answer_store import TOP, AnswerStore, TargetAnswer
 from outrider.training.answers.dialogue import Dialogues, Prompt, read_prompts
 from outrider.training.answers.teacher import Teacher
@@ -168,7 +175,7 @@ def test_a_reduced_vocabulary_has_what_the_target_says_most(tmp_path: Path) -> N
     for number in range(5):
         it = store.read(number)
         np.add.at(weights, it.ids.astype(int), np.exp(it.logprobs.astype(float)))
-    ids = frequent_ids(store, range(5), 50, (299,))
+    ids = frequent_ids(expected_counts(store), 50, (299,))
     assert ids == tuple(sorted([*np.argsort(-np.delete(weights, 299), kind="stable")[:49].tolist(), 299]))
     chosen = chosen_of(store.read(0), 100, draft_ranks(ids))
     original = store.read(0)
@@ -218,11 +225,16 @@ def test_a_training_starts_from_a_drafter_of_some_ids(chatty: Path, tmp_path: Pa
     prompts.write_text("say this\nsay that\n")
     train(settings(chatty, first, prompts=prompts, draft_vocabulary=120, tokens=2000))
     ids = read_config(first).draft_ids
-    again = settings(chatty, second, prompts=prompts, layers=(), start=first, draft_vocabulary=50, tokens=2000)
-    train(again)
+    changes = {"layers": (), "start": first, "draft_vocabulary": 50, "shared_row": True}
+    train(settings(chatty, second, prompts=prompts, tokens=2000, **changes))
     assert read_config(second).draft_ids == ids
-    lines = [(tmp_path / f"{name}.run" / "figures.jsonl").read_text().splitlines() for name in ("first", "second")]
-    assert json.loads(lines[1][0])["held_out_loss"] == pytest.approx(json.loads(lines[0][-1])["held_out_loss"], rel=0.2)
+    before, after = (load_file(it / "model.safetensors")["model.embed_tokens.weight"] for it in (first, second))
+    others = np.delete(np.arange(300), ids)
+    assert bool((before[list(ids)] == after[list(ids)]).all())
+    assert bool((after[others] == after[others[0]]).all())
+    assert not bool((before[others] == before[others[0]]).all())
+    begun = [(tmp_path / f"{it}.run" / "figures.jsonl").read_text().splitlines()[0] for it in ("first", "second")]
+    assert json.loads(begun[1])["held_out_loss"] < 0.9 * json.loads(begun[0])["held_out_loss"]
 
 
 def test_heads_learn_from_answers(chatty: Path, tmp_path: Path) -> None:
@@ -267,6 +279,8 @@ def test_what_cannot_be_answered_is_named(target: Path, chatty: Path, tmp_path: 
     [
         ({"on_policy": 0.5}, "on_policy"),
         ({"text": ("stdlib",), "draft_vocabulary": 50}, "draft_vocabulary"),
+        ({"text": ("stdlib",), "shared_row": True}, "shared_row"),
+        ({"width": 32, "layers": (), "shared_row": True}, "shared_row"),
         ({"text": ("stdlib",), "prompts": "p"}, "prompts"),
         ({"text": ("stdlib",), "questions": "q"}, "questions"),
         ({"text_weight": 0.5}, "text_weight"),
