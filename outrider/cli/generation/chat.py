@@ -34,6 +34,8 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Limit on an answer; 0: as much as fits into the context.")] = 512,
 ) -> None:
     """Talk with a model: the tokens that drafters guessed are green. /help lists what else can be typed."""
+    import readline  # noqa: F401  # gives the line its history and arrow keys
+
     from rich.console import Console
 
     from outrider.client import Client
