@@ -146,7 +146,7 @@ def token_names(file: GgufFile) -> Sequence[str]:
     return found
 
 
-def kept_rows(file: GgufFile) -> KeptRows | None:
+def kept_embedding(file: GgufFile) -> KeptRows | None:
     """Return what a drafter's file keeps of its embedding; None: all. Raises CheckpointError."""
     embedding, ids, tokens = file.tensors.get("token_embd.weight"), _draft_ids(file), len(token_names(file))
     if not len(ids) or not tokens or embedding is None or embedding.shape[0] != len(ids) + 1:
@@ -169,7 +169,7 @@ def _vocabulary(file: GgufFile, kind: str, width: int) -> int:
             f"{kind}.embedding_length is {width}; convert the model anew"
         )
     rows, tokens = embedding.shape[0], len(token_names(file))
-    if (kept := kept_rows(file)) is not None:
+    if (kept := kept_embedding(file)) is not None:
         rows = kept.of
     if tokens and not rows - _PADDING < tokens <= rows:
         raise CheckpointError(

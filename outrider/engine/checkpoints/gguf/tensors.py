@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.checkpoints.files import Content
-from outrider.engine.checkpoints.gguf.config import KeptRows, head_dim, kept_rows
+from outrider.engine.checkpoints.gguf.config import KeptRows, head_dim, kept_embedding
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.stored_tensors import StoredTensor, TensorSource
 
@@ -83,7 +83,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorSource]:
         match = _NAME.fullmatch(name)
         turned = pairs if match and match["part"] in _TURNED and not it.shape[0] % (2 * pairs or 1) else 0
         stored = StoredTensor(it.file, it.kind.upper(), it.shape, it.start, it.stop, turned)
-        kept = kept_rows(file) if name == "token_embd.weight" else None
+        kept = kept_embedding(file) if name == "token_embd.weight" else None
         found[_name(match) or name if match else name] = stored if kept is None else RepeatedRow(stored, kept)
     return found
 
