@@ -97,9 +97,9 @@ class Sandbox:
         self.run("python snippet.py")
 
     def turn_page(self) -> None:
-        """Forgets what a page has set, and stops what it has started by hand."""
+        """Forgets what a page has set, and stops what it has started, but for the cluster that all pages share."""
         self.environment.clear()
-        self.stop([command for command in self._servers if _kind(command) == BY_HAND])
+        self.stop([command for command in self._servers if command not in (CLUSTER, GATEWAY)])
 
     def need_cluster(self) -> None:
         """Sees to it that a cluster and a gateway run."""

@@ -116,6 +116,7 @@ async def test_turns_on_a_warm_prefix_are_drafted_for(
 ) -> None:
     verifier, drafter = cluster.processes["verifier-0"].address, drafter_of(cluster).address
     prompt, contract = tokenizer.encode(prompts[0]).ids, Contract(seed=3, max_tokens=60, temperature=0.0)
+    await decode(verifier, prompt, replace(contract, max_tokens=4), plan=ROUNDS, drafters=[drafter])  # opens its stream
     for _ in range(2):
         answer = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
         assert answer.accepted > 20
