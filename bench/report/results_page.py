@@ -7,21 +7,22 @@ python -m bench.report.results_page bench/results/as-is.json bench/results/real-
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.real import OURS, RealTake, ratio, speed, steps
+from bench.report.results import FOLDER
 from bench.rows.processes import ROOT
 
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 HEAD = """# How fast is it with a real model?
 
-SmolLM2 135M, which answers questions, is asked fifty everyday ones of five kinds (`bench/prompts/real.jsonl`): each
-once, at a temperature that differs from prompt to prompt, and the rows take turns. The drafter is the one in `models/`;
+SmolLM2 135M, which answers questions, is asked everyday ones of five kinds (`bench/prompts/real.jsonl`): each once, at
+a temperature that differs from prompt to prompt, and the rows take turns. The drafter is the one in `models/`;
 lookups draft from what was said before. All rows run on the same two cores. A padded target costs what a model of that
 size costs and says what SmolLM2 says, so acceptance is that of SmolLM2.
 
@@ -94,7 +95,8 @@ def section(run: RealRun) -> str:
             f"## {run.title}",
             "",
             f"{machine['cpu']}, {machine['cores']} cores, {machine['when'][:10]}, revision "
-            f"{machine['revision'].removesuffix('-dirty')}.",
+            f"{machine['revision'].removesuffix('-dirty')}; {len(run.takes) // len(run.rows)} answers of each row, of "
+            f"{run.options['tokens']} tokens.",
             "",
             f"![Speed of each row by temperature](images/results-{run.name}.svg)",
             "",
@@ -134,9 +136,11 @@ def main(files: Sequence[Path]) -> None:
     runs = [RealRun(file) for file in files]
     for run in runs:
         plot(run, IMAGES / f"results-{run.name}.svg")
-    named = " ".join(f"bench/results/{file.name}" for file in files)
+    named = " ".join(file.stem for file in files)
     PAGE.write_text("\n".join([HEAD.format(files=named).rstrip("\n"), "", *map(section, runs)]), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main([*map(Path, sys.argv[1:])])
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("runs", nargs="+", help="names in bench/results")
+    main([FOLDER / f"{name}.json" for name in flags.parse_args().runs])

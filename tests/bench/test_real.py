@@ -68,7 +68,7 @@ def test_a_recorded_run_becomes_a_page(tmp_path: Path, monkeypatch: pytest.Monke
     machine = {"cpu": "a processor", "cores": 2, "when": "2026-11-30T12:00:00", "revision": "abc"}
     run = {
         "machine": machine,
-        "options": {"size": "1000000000"},
+        "options": {"size": "1000000000", "tokens": "64"},
         "takes": [asdict(take) for take in takes(0.0) + takes(1.0)],
     }
     (tmp_path / "1B.json").write_text(json.dumps(run))
