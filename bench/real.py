@@ -185,36 +185,44 @@ def steps(takes: Iterable[RealTake], row: str) -> float:
     return sum(found) / len(found)
 
 
-def table(takes: Sequence[RealTake], peers: Sequence[str]) -> Table:
-    """Return the table of speeds over the fastest peer, and of tokens a step, by category and temperature."""
-    shown = Table(title=f"speed over the fastest of {', '.join(peers)}; tokens a step", title_justify="left")
-    shown.add_column("prompts")
+Cells = list[list[str]]  # of a table, its heads first
+
+
+def speed_cells(takes: Sequence[RealTake], rows: Iterable[str]) -> Cells:
+    """Return the table of rows' speeds by temperature."""
+    temperatures = sorted({take.temperature for take in takes})
+    heads = ["tokens a second", *(f"T = {at:g}" for at in temperatures)]
+    return [heads, *([row, *(f"{speed(takes, row, at):.0f}" for at in temperatures)] for row in rows)]
+
+
+def compared_cells(takes: Sequence[RealTake], peers: Sequence[str]) -> Cells:
+    """Return the table of our speeds over the fastest peer, and of tokens a step, by category and temperature."""
     ours = [row for row in OURS if any(take.row == row for take in takes)]
-    for row in ours:
-        shown.add_column(row, justify="right")
     parts = [(name, [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)]
     parts += [
-        (f"T = {at:g}", [it for it in takes if it.temperature == at]) for at in sorted({it.temperature for it in takes})
+        (f"all, T = {at:g}", [it for it in takes if it.temperature == at])
+        for at in sorted({it.temperature for it in takes})
     ]
-    for name, part in parts:
-        shown.add_row(name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in ours))
+    return [
+        ["over peers; tokens a step", *ours],
+        *([name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in ours)] for name, part in parts),
+    ]
+
+
+def table(cells: Cells) -> Table:
+    """Return a table for the terminal."""
+    (first, *others), *rows = cells
+    shown = Table(first)
+    for head in others:
+        shown.add_column(head, justify="right")
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
 def speed(takes: Iterable[RealTake], row: str, temperature: float) -> float:
     """Return a row's median tokens a second at a temperature."""
     return median(it.tokens_per_s for it in takes if (it.row, it.temperature) == (row, temperature))
-
-
-def speed_table(takes: Sequence[RealTake]) -> Table:
-    """Return the table of all rows' speeds."""
-    shown = Table(title="tokens a second", title_justify="left")
-    temperatures = sorted({take.temperature for take in takes})
-    for head in ("row", *(f"T = {at:g}" for at in temperatures)):
-        shown.add_column(head, justify="left" if head == "row" else "right")
-    for row in dict.fromkeys(take.row for take in takes):
-        shown.add_row(row, *(f"{speed(takes, row, at):.0f}" for at in temperatures))
-    return shown
 
 
 def last_line(takes: Sequence[RealTake], peers: Sequence[str], target: str) -> str:
@@ -249,7 +257,8 @@ async def run(options: argparse.Namespace) -> None:
                 if len(takes) % len(rows) == 0:
                     at = f"{take.category}, T = {take.temperature:g}"
                     print(f"{len(takes)} of {wanted}: {at}: {take.tokens_per_s:.0f} tokens/s {take.row}", flush=True)
-    Console(width=120).print(speed_table(takes), table(takes, peers))
+    rows_shown = dict.fromkeys(take.row for take in takes)
+    Console(width=120).print(table(speed_cells(takes, rows_shown)), table(compared_cells(takes, peers)))
     name = "as-is" if options.size is None else f"{options.size / 1e9:g}B"
     line = last_line(takes, peers, name)
     save(options, takes, line)

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench.rows.processes import ROOT, output
-from bench.rows.requests import BenchRequest, sample_from_json
 from bench.rows.row import WorkerRow, worker
-from outrider.cli.performance.samples import Sample
 
 VERSION = "2026.4.1.0"  # of openvino-genai
 FOLDER = ROOT / "build" / "openvino"
 WORKER = Path(__file__).with_name("openvino_worker.py")
-
-
-@dataclass(slots=True)
-class OpenVinoRow:
-    """A row of OpenVINO GenAI: a process with a pipeline."""
-
-    name: str
-    worker: WorkerRow
-
-    def pids(self) -> Mapping[str, int]:
-        """Return the worker's process."""
-        return self.worker.pids()
-
-    async def generate(self, request: BenchRequest) -> Sample:
-        """Decode a text. The sampler's noise is OpenVINO's, so a seeded text differs from that of our rows."""
-        return sample_from_json(await self.worker.request(request.to_json()))
 
 
 async def install(folder: Path = FOLDER) -> None:
@@ -47,7 +28,7 @@ async def install(folder: Path = FOLDER) -> None:
 
 
 @asynccontextmanager
-async def openvino_rows(target: Path, threads: int, folder: Path = FOLDER) -> AsyncIterator[list[OpenVinoRow]]:
+async def openvino_rows(target: Path, threads: int, folder: Path = FOLDER) -> AsyncIterator[list[WorkerRow]]:
     """Start a process for plain decoding of a GGUF file and one for prompt lookup, and wait until they have loaded.
 
     Raises Unavailable when a process ends.
@@ -59,5 +40,5 @@ async def openvino_rows(target: Path, threads: int, folder: Path = FOLDER) -> As
         for name, more in (("OpenVINO", ()), ("OpenVINO, prompt lookup", ("--lookup",))):
             started = await stack.enter_async_context(worker(name, *command, *more, environment=environment))
             await started.line()
-            rows.append(OpenVinoRow(name, started))
+            rows.append(started)
         yield rows

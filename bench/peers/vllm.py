@@ -37,7 +37,7 @@ class VllmRow:
         return self.worker.pids()
 
     async def generate(self, request: BenchRequest) -> Sample:
-        """Decode a text. It says when steps ended, not how many tokens each had: they are spread evenly."""
+        """Decode a text. vLLM says when each step ended, not how many tokens it had: these are spread evenly."""
         asked = {"prompts": [request.prompt], "tokens": request.max_tokens, "callers": 1, "noise": False}
         asked |= {"temperature": request.temperature, "seed": request.seed}
         answer = json.loads(await self.worker.request(json.dumps(asked)))

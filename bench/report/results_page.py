@@ -2,18 +2,18 @@
 
 make bench-real ARGS='--save as-is'
 make bench-real ARGS='--size 1B --save real-1B'
-python -m bench.report.results_page bench/results/as-is.json bench/results/real-1B.json
+python -m bench.report.results_page as-is real-1B
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.real import OURS, RealTake, ratio, speed, steps
+from bench.real import OURS, Cells, RealTake, compared_cells, speed, speed_cells
 from bench.report.results import FOLDER
 from bench.rows.processes import ROOT
 
@@ -50,7 +50,6 @@ class RealRun:
         self.takes = [RealTake(**take) for take in content["takes"]]
         self.rows = list(dict.fromkeys(take.row for take in self.takes))
         self.temperatures = sorted({take.temperature for take in self.takes})
-        self.categories = list(dict.fromkeys(take.category for take in self.takes))
 
     @property
     def ours(self) -> list[str]:
@@ -68,28 +67,10 @@ class RealRun:
         size = self.options["size"]
         return "As it is, Q4_1" if size == "None" else f"Padded to {int(size) / 1e9:g}B, Q4_K_M"
 
-    def part(self, category: str) -> list[RealTake]:
-        """Return the takes of a category."""
-        return [it for it in self.takes if it.category == category]
-
-    def at(self, temperature: float) -> list[RealTake]:
-        """Return the takes at a temperature."""
-        return [it for it in self.takes if it.temperature == temperature]
-
 
 def section(run: RealRun) -> str:
     """Return a run's part of the page."""
     machine = run.machine
-    heads = [f"T = {at:g}" for at in run.temperatures]
-    speeds = [
-        [row, *(f"{speed(run.takes, row, at):.0f}" for at in run.temperatures)] for row in [*run.peers, *run.ours]
-    ]
-    parts = [(name, run.part(name)) for name in run.categories]
-    parts += [(f"all, T = {at:g}", run.at(at)) for at in run.temperatures]
-    compared = [
-        [name, *(f"{ratio(part, row, run.peers):.2f}; {steps(part, row):.2f}" for row in run.ours)]
-        for name, part in parts
-    ]
     return "\n".join(
         [
             f"## {run.title}",
@@ -100,16 +81,17 @@ def section(run: RealRun) -> str:
             "",
             f"![Speed of each row by temperature](images/results-{run.name}.svg)",
             "",
-            *_table(["tokens a second", *heads], speeds),
+            *_table(speed_cells(run.takes, [*run.peers, *run.ours])),
             "",
-            *_table(["over peers; tokens a step", *run.ours], compared),
+            *_table(compared_cells(run.takes, run.peers)),
             "",
         ]
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+def _table(cells: Cells) -> list[str]:
+    heads, *rows = (f"| {' | '.join(row)} |" for row in cells)
+    return [heads, "|---" * len(cells[0]) + "|", *rows]
 
 
 def plot(run: RealRun, file: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from outrider.engine.checkpoints.checkpoint import has_blocks
-from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
+from outrider.training.answers.writing import serving_dtype
 
 CONTEXT = 256  # tokens before what is timed
 REPEATS = 7
@@ -54,7 +53,7 @@ def expected_gain(
 
 def _seconds(checkpoint: Path, rows: Sequence[int], device: str, threads: int) -> list[float]:
     """Return the time of a pass over each number of rows."""
-    dtype: Dtype | Literal["auto"] = "auto" if device != "cpu" or has_blocks(checkpoint) else "int8"
+    dtype = serving_dtype(checkpoint, device)
     engine = load_engine(checkpoint, dtype=dtype, device=device, slots=1, rows=CONTEXT + 2 * max(rows), threads=threads)
     try:
         found = dict(engine.measure_costs(rows, CONTEXT, REPEATS))

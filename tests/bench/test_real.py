@@ -17,9 +17,10 @@ from bench.real import (
     PLAIN,
     PROMPTS,
     RealTake,
+    compared_cells,
     last_line,
     ratio,
-    speed_table,
+    speed_cells,
     steps,
     table,
 )
@@ -54,9 +55,10 @@ def test_the_last_line_has_the_best_way_at_both_temperatures() -> None:
 
 def test_ways_that_were_left_out_have_no_column() -> None:
     some = [take for take in takes(0.0) if take.row in (PLAIN, BOTH, "llama.cpp")]
-    shown = table(some, ("llama.cpp",))
-    assert [column.header for column in shown.columns] == ["prompts", PLAIN, BOTH]
-    assert [[*column.cells] for column in speed_table(some).columns] == [[PLAIN, BOTH, "llama.cpp"], ["10", "24", "5"]]
+    shown = table(compared_cells(some, ("llama.cpp",)))
+    assert [column.header for column in shown.columns] == ["over peers; tokens a step", PLAIN, BOTH]
+    speeds = table(speed_cells(some, [PLAIN, BOTH, "llama.cpp"]))
+    assert [[*column.cells] for column in speeds.columns] == [[PLAIN, BOTH, "llama.cpp"], ["10", "24", "5"]]
     assert last_line(some, ("llama.cpp",), "8B") == (
         "real: target=8B over_peers_t0=4.80 over_plain_t0=2.40 tokens_a_step_t0=2.40"
     )

@@ -22,7 +22,8 @@ from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_json, read
 from outrider.engine.checkpoints.model_config import DRAFT_IDS
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.tensor_parallel.sharding import Shard
-from outrider.engine.transformers.reduced_head import with_own_head, without_report
+from outrider.engine.transformers.quiet import silenced
+from outrider.engine.transformers.reduced_head import with_own_head
 from outrider.engine.transformers.weight_only import quantize
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import is_gguf
@@ -75,7 +76,7 @@ class Pretrained:
             raise ConfigError("tensor_parallel: a drafter whose head has some of the ids is one process's")
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
-            with _ranks(shard) as sharing, without_report() if reduced else nullcontext():
+            with _ranks(shard) as sharing, silenced("transformers.modeling_utils") if reduced else nullcontext():
                 model = from_pretrained(path, dtype=stored, ignore_mismatched_sizes=reduced, **sharing).eval()
         except ConfigError:
             raise

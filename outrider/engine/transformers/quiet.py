@@ -16,14 +16,20 @@ def quiet() -> Iterator[None]:
 
     Loading belongs into the body because transformers imports torchao when it loads its first checkpoint.
     """
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    with silenced(*_NOISY_LOGGERS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """Let these loggers report nothing but errors in the body."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

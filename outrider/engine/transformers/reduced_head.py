@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +32,6 @@ class ReducedHead(torch.nn.Module):
         """See the class."""
         own = linear(hidden, self.weight)
         return own.new_full((*own.shape[:-1], self.vocabulary), NEVER).index_copy(-1, self.ids, own)
-
-
-@contextmanager
-def without_report() -> Iterator[None]:
-    """Suppress in the body what transformers says of a head that has not the shape it expects."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def with_own_head(model: Any, folder: Path) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from outrider.core.session.digest import mix64
 from outrider.engine.checkpoints.checkpoint import has_blocks, read_outline
+from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from outrider.training.answers.answer_store import AnswerStore
@@ -55,7 +56,7 @@ def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress
         on_progress("loading the target that writes", 0.0)
         engine = load_engine(
             target,
-            dtype="auto" if device != "cpu" or has_blocks(target) else "int8",
+            dtype=serving_dtype(target, device),
             device=device,
             slots=AT_ONCE,
             rows=rows,
@@ -83,6 +84,11 @@ def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress
         raise ConfigError(f"minutes: the target wrote {len(store)} texts, a training takes {LEAST}; give more minutes")
     categories = [questions[answers.read(text).seed // len(TEMPERATURES)].category for text in range(len(answers))]
     return Written(store, answers, tuple(categories))
+
+
+def serving_dtype(checkpoint: Path, device: str) -> Dtype | Literal["auto"]:
+    """Return the type in which a checkpoint serves fastest."""
+    return "auto" if device != "cpu" or has_blocks(checkpoint) else "int8"
 
 
 class _Seconds:
