@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,15 +121,21 @@ async def measure_loading(
                     last[number] = now
 
         callers = [asyncio.create_task(call(number)) for number in range(TEXTS)]
+
+        async def longest_gap(*beside: Awaitable[object]) -> float:
+            """Return the longest gap in a pause or longer, until there is one."""
+            nonlocal longest
+            longest = 0.0
+            await asyncio.gather(asyncio.sleep(PAUSE_S), *beside)
+            while not longest and not any(caller.done() for caller in callers):
+                await asyncio.sleep(PAUSE_S / 10)
+            return longest
+
         await asyncio.sleep(2 * PAUSE_S)
         for number in range(loads):
-            longest = 0.0
-            await asyncio.sleep(PAUSE_S)
-            gaps.usual.append(longest)
-            longest = 0.0
             name = names[number % len(names)]
-            await asyncio.gather(client.load_adapter(name, name), asyncio.sleep(PAUSE_S))
-            gaps.loading.append(longest)
+            gaps.usual.append(await longest_gap())
+            gaps.loading.append(await longest_gap(client.load_adapter(name, name)))
         for caller in callers:
             caller.cancel()
         for caller in callers:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from outrider.cli.main import app
 from outrider.cli.performance.aiperf import FILE
 from outrider.cli.performance.points import LoadPoint, write_points
+from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.tiny_models import make_tiny
@@ -94,6 +95,9 @@ async def test_the_bench_measures_a_running_cluster_with_and_without_speculation
     earlier = tmp_path / "earlier.json"
     write_points(earlier, [LoadPoint(2, at, True, 1.0 + at / 100, 1, 1.0, 0.1, 0.1, 0.1, 9.0) for at in range(2)])
     async with LocalCluster(tiny_cluster(tmp_path)) as cluster:
+        async with AsyncClient(cluster.router_address) as client:  # opens the drafter's stream before the second counts
+            while not (await client.generate("w1 w2", max_tokens=8)).usage.accepted:
+                pass
         shown = await run(
             *("bench", prompts(tmp_path), "--address", cluster.router_address, "--callers", "2", "--seconds", "1"),
             *("--repetitions", "1", "--max-tokens", "8", "--json", str(output), "--plot", str(plotted)),
