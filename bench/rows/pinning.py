@@ -19,16 +19,17 @@ class CoreSplit(NamedTuple):
 
     verifier: frozenset[int]
     others: frozenset[int]
+    drafters_beside: bool = False  # whether drafters have the verifier's
 
 
 def split_cores() -> CoreSplit:
     """Return the first core that this process may use, and the others. Raises ConfigError where it cannot pin."""
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("--suite distance: this system cannot pin processes to cores; run it on Linux")
+        raise ConfigError("this system cannot pin processes to cores; run it on Linux")
     first, *others = sorted(os.sched_getaffinity(0))
     if not others:
         raise ConfigError(
-            "--suite distance: needs two cores, one for the verifier alone, and this process may use one; "
+            "needs two cores, one for the verifier alone, and this process may use one; "
             "run it on a machine, or in a container, with two"
         )
     return CoreSplit(frozenset({first}), frozenset(others))
@@ -62,7 +63,9 @@ class PinnedCluster(LocalCluster):
         super().__init__(config, forward=forward)
 
     def _server(self, role: Role, name: str, section: Section) -> Process:
-        cores = self._split.verifier if role == "verifier" else self._split.others
+        split = self._split
+        beside = role == "verifier" or (role == "drafter" and split.drafters_beside)
+        cores = split.verifier if beside else split.others
         return _PinnedProcess(role, name, section, self._forward, cores)
 
 
