@@ -1,9 +1,9 @@
 """`python -m bench.places`: where a drafter pays, and for how many callers: beside its verifier, near it, far away.
 
 A verifier in four bits has a core of its own, as a machine that is bought for it would be. Its drafter is *beside* it,
-on the same core, or *elsewhere*, on the other one, with a proxy as the link between them. For each number of callers
-all places have the same requests in turns, as has plain decoding. What is asked for is everyday prompts in a chat
-template (`bench/prompts/real.jsonl`), at all temperatures.
+on the same core, or *elsewhere*, on the other one, with a proxy as the link between them. In every place control first
+learns with one caller; then all numbers of callers have the same requests, as has plain decoding, before the places and
+behind them. What is asked for is everyday prompts in a chat template (`bench/prompts/real.jsonl`), at all temperatures.
 
 Two questions are answered: how much faster a caller is served than by plain decoding, and how many callers a verifier
 serves that each get a given speed: half of what plain decoding gives to one alone. arXiv 2606.25091 argues that over
@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
 
@@ -60,13 +62,14 @@ class Places:
         self._proxy = proxy
 
     async def measure(self, place: str, load: Load) -> Window:
-        """Apply a load. `place`: plain, beside, or a round trip in milliseconds."""
-        if place in (PLAIN, BESIDE):
-            result = await apply_load(self.beside.client, load, speculation="off" if place == PLAIN else None)
-        else:
-            parse_link(place).apply(self._proxy)
-            result = await apply_load(self.elsewhere.client, load)
+        """Apply a load. `place`: plain, beside, or the round trip in milliseconds of the link that was set."""
+        cluster = self.beside if place in (PLAIN, BESIDE) else self.elsewhere
+        result = await apply_load(cluster.client, load, speculation="off" if place == PLAIN else None)
         return Window(place, load.callers, result.goodput)
+
+    def set_link(self, round_trip: str) -> None:
+        """Move the drafter that is elsewhere."""
+        parse_link(round_trip).apply(self._proxy)
 
 
 @asynccontextmanager
@@ -76,7 +79,7 @@ async def placed(target: Path, drafter: Path, slots: int, split: CoreSplit) -> A
     def config(via: str | None) -> ClusterConfig:
         return ClusterConfig(
             router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-            verifier=[VerifierConfig(model=target, name="target", slots=slots, threads=1)],
+            verifier=[VerifierConfig(model=target, name="target", slots=slots, threads=1, lookup=None)],
             drafter=[DrafterConfig(model=drafter, slots=slots, threads=1, via=via)],
         )
 
@@ -94,11 +97,17 @@ async def placed(target: Path, drafter: Path, slots: int, split: CoreSplit) -> A
 async def measure(
     places: Places, prompts: Sequence[Prompt], callers: Sequence[int], seconds: float
 ) -> AsyncIterator[Window]:
-    """Yield a window of every place for each number of callers; half a window precedes it, in which control learns."""
-    for count in callers:
-        load = Load(prompts, count, seconds, seconds / 2, ANSWER, TEMPERATURES, think_s=0.01, seed=SEED + count)
-        for place in (PLAIN, BESIDE, *ROUND_TRIPS):
-            yield await places.measure(place, load)
+    """Yield a window of every place and number of callers. Three windows precede each place, in which control learns;
+    a quarter of one precedes each window.
+    """
+    base = Load(prompts, 1, seconds, seconds / 4, ANSWER, TEMPERATURES, think_s=0.01)
+    for place in (PLAIN, BESIDE, *ROUND_TRIPS, PLAIN):
+        if place in ROUND_TRIPS:
+            places.set_link(place)
+        if place != PLAIN:
+            await places.measure(place, replace(base, seconds=3 * seconds, seed=SEED))
+        for count in callers:
+            yield await places.measure(place, replace(base, callers=count, seed=SEED + count))
 
 
 def callers_at(speed: float, of_place: Mapping[int, float]) -> float:
@@ -117,11 +126,11 @@ def callers_at(speed: float, of_place: Mapping[int, float]) -> float:
 
 
 def by_place(windows: Sequence[Window]) -> dict[str, dict[int, float]]:
-    """Return the tokens a second of all callers, by place and number of callers."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the tokens a second of all callers, by place and number of callers; of several windows their mean."""
+    found: dict[str, dict[int, list[float]]] = {}
     for window in windows:
-        found.setdefault(window.place, {})[window.callers] = window.tokens_per_s
-    return found
+        found.setdefault(window.place, {}).setdefault(window.callers, []).append(window.tokens_per_s)
+    return {place: {callers: fmean(them) for callers, them in of_it.items()} for place, of_it in found.items()}
 
 
 def last_line(windows: Sequence[Window], size: str) -> str:
@@ -139,7 +148,7 @@ def last_line(windows: Sequence[Window], size: str) -> str:
 def main(
     size: Annotated[str, typer.Option(help="Parameters to pad the target to, in Q4_K_M.")] = "1B",
     drafter: Annotated[Path, typer.Option(help="Its checkpoint.")] = DRAFTER_FILE,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Of a window; half as long precede it.")] = 12.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Of a window.")] = 12.0,
 ) -> None:
     """Measure where a drafter pays."""
     windows: list[Window] = []

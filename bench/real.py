@@ -1,6 +1,6 @@
 """Answers of a real model to everyday prompts: our ways to draft, plain decoding and llama.cpp, over the same file.
 
-usage: python -m bench.real [--gguf FILE] [--drafter CHECKPOINT] [--size 1B] [--prompts 6] [--rounds 1] [--tokens 96]
+usage: python -m bench.real [--gguf FILE] [--drafter CHECKPOINT] [--size 1B] [--type Q8_0] [--prompts 6] [--tokens 96]
 
 The prompts are those of `bench/prompts/real.jsonl`, in the model's chat template: chat, code, summaries with the text
 in the prompt, translation and JSON. In a round every row is asked each of them once, at a temperature that differs from
@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.options import SEED
+from bench.options import SEED, parameters_of
 from bench.peers import openvino
 from bench.peers.llama_cpp import LOOKUP as LLAMA_LOOKUP
 from bench.peers.llama_cpp import LlamaRow, build, llama_files
@@ -35,7 +35,7 @@ from bench.report.results import FOLDER, machine
 from bench.rows.cluster import ClusterRow, running
 from bench.rows.processes import ROOT
 from bench.rows.requests import BenchRequest
-from bench.rows.row import BenchRow
+from bench.rows.row import BenchRow, Models, worker_row
 from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.checkpoint import read_config
@@ -143,7 +143,14 @@ async def _vllm_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator
         yield rows
 
 
-PEERS = {"llama.cpp": _llama_rows, "OpenVINO": _openvino_rows, "vLLM": _vllm_rows}
+@asynccontextmanager
+async def _transformers_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator[Sequence[BenchRow]]:
+    unused = ClusterConfig(router=RouterConfig(models={"target": target}), verifier=[VerifierConfig(model=target)])
+    async with worker_row("transformers", Models(target, target, "float32", threads), unused) as row:
+        yield [row]
+
+
+PEERS = {"llama.cpp": _llama_rows, "transformers": _transformers_rows, "OpenVINO": _openvino_rows, "vLLM": _vllm_rows}
 
 
 async def measure(
@@ -196,7 +203,10 @@ def speed_cells(takes: Sequence[RealTake], rows: Iterable[str]) -> Cells:
 
 
 def compared_cells(takes: Sequence[RealTake], peers: Sequence[str]) -> Cells:
-    """Return the table of our speeds over the fastest peer, and of tokens a step, by category and temperature."""
+    """Return the table of our speeds over the fastest peer, and of tokens a step, by category and temperature.
+
+    `peers`: the others' rows, or plain decoding alone.
+    """
     ours = [row for row in OURS if any(take.row == row for take in takes)]
     parts = [(name, [it for it in takes if it.category == name]) for name in dict.fromkeys(t.category for t in takes)]
     parts += [
@@ -204,7 +214,7 @@ def compared_cells(takes: Sequence[RealTake], peers: Sequence[str]) -> Cells:
         for at in sorted({it.temperature for it in takes})
     ]
     return [
-        ["over peers; tokens a step", *ours],
+        ["over plain; tokens a step" if peers == [PLAIN] else "over peers; tokens a step", *ours],
         *([name, *(f"{ratio(part, row, peers):.2f}; {steps(part, row):.2f}" for row in ours)] for name, part in parts),
     ]
 
@@ -243,14 +253,15 @@ async def run(options: argparse.Namespace) -> None:
     file = options.gguf or real_file(SMOLLM2)
     prompts = read_real_prompts(file, options.prompts)
     with TemporaryDirectory(prefix="outrider-real-") as scratch:
-        target = file
-        if options.size:
+        target, type_ = file, options.type or ("Q4_K_M" if options.size else "")
+        if type_:
             target = Path(scratch) / "target.gguf"
-            print("padding the model and quantizing it to Q4_K_M", flush=True)
-            await asyncio.to_thread(pad_to_gguf, file, target, "Q4_K_M", options.size, options.threads)
+            print(f"writing the model in {type_}", flush=True)
+            size = options.size or parameters_of(file)
+            await asyncio.to_thread(pad_to_gguf, file, target, type_, size, options.threads)
         takes: list[RealTake] = []
         async with rows_of(target, Path(scratch), options) as rows:
-            peers = [row.name for row in rows if row.name not in OURS]
+            peers = [row.name for row in rows if row.name not in OURS] or [PLAIN]
             wanted = options.rounds * len(prompts) * len(rows)
             async for take in measure(rows, prompts, options):
                 takes.append(take)
@@ -260,6 +271,7 @@ async def run(options: argparse.Namespace) -> None:
     rows_shown = dict.fromkeys(take.row for take in takes)
     Console(width=120).print(table(speed_cells(takes, rows_shown)), table(compared_cells(takes, peers)))
     name = "as-is" if options.size is None else f"{options.size / 1e9:g}B"
+    name += f"-{options.type}" if options.type else ""
     line = last_line(takes, peers, name)
     save(options, takes, line)
     print(line)
@@ -281,6 +293,7 @@ def main() -> None:
     flags.add_argument("--gguf", type=Path, help="the model; default: SmolLM2 135M from the package index")
     flags.add_argument("--drafter", type=Path, default=DRAFTER_FILE, help="a checkpoint")
     flags.add_argument("--size", type=parse_count, help="parameters to pad the target to; default: as it is")
+    flags.add_argument("--type", help="of the target's weights; default: the file's, or Q4_K_M where it is padded")
     flags.add_argument("--prompts", type=int, default=6, help="of each category")
     flags.add_argument("--rounds", type=int, default=1)
     flags.add_argument("--tokens", type=int, default=96, help="of an answer")

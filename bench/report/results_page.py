@@ -65,7 +65,10 @@ class RealRun:
     def title(self) -> str:
         """What the target was."""
         size = self.options["size"]
-        return "As it is, Q4_1" if size == "None" else f"Padded to {int(size) / 1e9:g}B, Q4_K_M"
+        kind = self.options.get("type", "None")
+        if size == "None":
+            return f"As it is, {'Q4_1' if kind == 'None' else kind}"
+        return f"Padded to {int(size) / 1e9:g}B, {'Q4_K_M' if kind == 'None' else kind}"
 
 
 def section(run: RealRun) -> str:

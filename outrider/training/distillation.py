@@ -129,9 +129,11 @@ class Training:
             self._records.add(self.progress)
 
     def expected_gain(self) -> ExpectedGain | None:
-        """Return what the written drafter is worth here; None where it was not measured on a target's answers."""
+        """Return what the written drafter is worth here; None where it was not measured on a target's answers, or the
+        target serves elsewhere.
+        """
         target, measured = self._setup.target_folder, self._measured
-        if target is None or measured is None or not measured.by_chain:
+        if target is None or measured is None or not measured.by_chain or self._recipe.teacher is not None:
             return None
         return expected_gain(target, self._recipe.output, measured.by_chain, str(self._device), torch.get_num_threads())
 

@@ -50,6 +50,7 @@ class TrainingRecipe(TextSettings):
 
     # Without text: the target writes what is learned from, with its chat template.
     prompts: Path | None = None  # prompts that it answers: lines, or a .jsonl file with a field `prompt`; None: its own
+    teacher: str | None = None  # HOST:PORT of a router whose cluster serves the target and writes; None: this process
     answers: int = Field(default=4_000_000, ge=1)  # tokens that it writes; at most 40 % of the minutes
     answer: int = Field(default=256, ge=16)  # tokens of an answer at most
 
@@ -85,6 +86,8 @@ class TrainingRecipe(TextSettings):
             raise ValueError("tokens or minutes must say how long to train")
         if self.text and self.prompts is not None:
             raise ValueError("prompts: are answered where no text is given; leave out text")
+        if self.text and self.teacher is not None:
+            raise ValueError("teacher: writes where no text is given; leave out text")
         return self
 
     @property

@@ -76,9 +76,10 @@ def _run(recipe: TrainingRecipe, *, first: bool) -> None:
         raise SystemExit(INTERRUPTED)
     for category, length in (now.measured.by_category if now.measured else {}).items():
         print(f"outrider train: {category}: {length:.2f} tokens a step")
-    if (gain := training.expected_gain()) is not None and now.measured is not None:
+    if now.measured and now.measured.by_chain:
         lengths = " ".join(f"{length:.2f}" for length in now.measured.by_chain)
         print(f"outrider train: tokens a step with chains of 1, 2, ... drafts: {lengths}")
+    if (gain := training.expected_gain()) is not None:
         print(f"outrider train: {gain}")
     print(last_line(recipe, now, gain), flush=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,7 +52,7 @@ class Teacher:
         self._most = most
         self._texts: list[_Text | None] = [self._begun() for _ in range(engine.slots)]
 
-    def texts(self) -> Iterator[TargetAnswer | None]:
+    def texts(self) -> Generator[TargetAnswer | None]:
         """Yield each text when it is complete, and None after each pass; until all prompts are answered.
 
         Raises ConfigError where the target asks for nothing, again and again.
@@ -69,8 +69,7 @@ class Teacher:
                     if text.answer:
                         yield _complete(text)
                     self._texts[slot] = self._begun()
-            if left_out > MOST_LEFT_OUT:
-                raise ConfigError("target: writes no instructions that end, so it is not tuned to chat; give --prompts")
+            check_left_out(left_out)
             yield None
 
     def _begun(self) -> _Text | None:
@@ -114,6 +113,17 @@ class Teacher:
         return ends or len(text.tokens) - text.answer >= self._most or _loops(text.tokens[text.answer :])
 
 
+def check_left_out(count: int) -> None:
+    """Raise ConfigError where `count` texts, one after another, had no instruction that ended: too many."""
+    if count > MOST_LEFT_OUT:
+        raise ConfigError("target: writes no instructions that end, so it is not tuned to chat; give --prompts")
+
+
+def unrepeated(answer: Sequence[int]) -> int:
+    """Return how many tokens of an answer are worth learning from: as far as `Teacher` would have written it."""
+    return next((end for end in range(LOOP, len(answer), LOOP) if _loops(answer[:end])), len(answer))
+
+
 def _segment(slot: int, text: _Text) -> Segment:
     where = np.arange(text.read, len(text.tokens))
     return Segment(slot, text.read, np.array(text.tokens[text.read :], np.int64), where, None, 1)
@@ -128,7 +138,7 @@ def _complete(text: _Text) -> TargetAnswer:
     )
 
 
-def _loops(answer: list[int]) -> bool:
+def _loops(answer: Sequence[int]) -> bool:
     """Return whether a text ends with the same few tokens again and again: from that a drafter learns nothing."""
     if len(answer) % LOOP or len(answer) < LOOP * TIMES:
         return False

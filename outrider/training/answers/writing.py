@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,14 +16,17 @@ from outrider.engine.checkpoints.checkpoint import has_blocks, read_outline
 from outrider.engine.interface.engine import Dtype
 from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
-from outrider.training.answers.answer_store import AnswerStore
-from outrider.training.answers.dialogue import Dialogues, read_prompts
+from outrider.training.answers.answer_store import AnswerStore, TargetAnswer
+from outrider.training.answers.dialogue import Dialogues, Prompt, read_prompts
+from outrider.training.answers.remote_teacher import RemoteTeacher
 from outrider.training.answers.teacher import AT_ONCE, MOST_ASKED, TEMPERATURES, Teacher
 from outrider.training.data.corpus import OnProgress
 from outrider.training.recipe import WRITING, DrafterRecipe, TrainingRecipe
 
 LEAST = 64  # texts that a training needs: of fewer, none could be held out
 TIMES = "seconds.json"
+
+_TextsOf = Callable[[Iterator[Prompt], int], Generator[TargetAnswer | None]]
 
 
 class Written(NamedTuple):
@@ -53,37 +58,51 @@ def write_answers(recipe: TrainingRecipe, target: Path, device: str, on_progress
     store, answers = AnswerStore(folder), AnswerStore(recipe.run / "questions")
     spent = _Seconds(folder / TIMES, None if recipe.minutes is None else 60.0 * WRITING * recipe.minutes)
     if len(answers) != len(asked) or (store.chosen < recipe.answers and not spent.over):
-        on_progress("loading the target that writes", 0.0)
-        engine = load_engine(
-            target,
-            dtype=serving_dtype(target, device),
-            device=device,
-            slots=AT_ONCE,
-            rows=rows,
-            threads=torch.get_num_threads(),
-        )
-        try:
+        on_progress("the target writes", 0.0)
+        with _teacher(recipe, target, device, rows) as texts_of:
             if len(answers) != len(asked):
                 answers.clear()
-                for text in Teacher(engine, iter(asked), first_seed=0, most=recipe.answer).texts():
-                    if text is not None:
-                        answers.add(text)
-                    on_progress("the target answers questions", len(answers) / len(asked))
+                with closing(texts_of(iter(asked), 0)) as texts:
+                    for text in texts:
+                        if text is not None:
+                            answers.add(text)
+                        on_progress("the target answers questions", len(answers) / len(asked))
             first = store.last_seed + 1 if len(store) else mix64(recipe.seed) >> 16
-            for text in Teacher(engine, iter(dialogues), first_seed=first, most=recipe.answer).texts():
-                if text is not None:
-                    store.add(text)
-                done = max(store.chosen / recipe.answers, spent.share)
-                on_progress("the target writes answers", done)
-                if done >= 1.0:
-                    break
-        finally:
-            spent.save()
-            engine.close()
+            with closing(texts_of(iter(dialogues), first)) as texts:
+                for text in texts:
+                    if text is not None:
+                        store.add(text)
+                        spent.save()  # a run may be killed
+                    done = max(store.chosen / recipe.answers, spent.share)
+                    on_progress("the target writes answers", done)
+                    if done >= 1.0:
+                        break
     if len(store) < LEAST:
         raise ConfigError(f"minutes: the target wrote {len(store)} texts, a training takes {LEAST}; give more minutes")
     categories = [questions[answers.read(text).seed // len(TEMPERATURES)].category for text in range(len(answers))]
     return Written(store, answers, tuple(categories))
+
+
+@contextmanager
+def _teacher(recipe: TrainingRecipe, target: Path, device: str, rows: int) -> Iterator[_TextsOf]:
+    """Yield what writes texts for prompts, with seeds from a first one on: a cluster, or an engine of this process."""
+    if (address := recipe.teacher) is not None:
+        yield lambda prompts, first: RemoteTeacher(
+            address, target, prompts, first_seed=first, most=recipe.answer
+        ).texts()
+        return
+    engine = load_engine(
+        target,
+        dtype=serving_dtype(target, device),
+        device=device,
+        slots=AT_ONCE,
+        rows=rows,
+        threads=torch.get_num_threads(),
+    )
+    try:
+        yield lambda prompts, first: Teacher(engine, prompts, first_seed=first, most=recipe.answer).texts()
+    finally:
+        engine.close()
 
 
 def serving_dtype(checkpoint: Path, device: str) -> Dtype | Literal["auto"]:

@@ -37,7 +37,7 @@ LEARNING = {
     "save_steps": 60,
     "save_minutes": 1.5,
 }
-ANSWERS = {"prompts": Path("p"), "answers": 3_000_000, "answer": 200}
+ANSWERS = {"prompts": Path("p"), "teacher": "h:1", "answers": 3_000_000, "answer": 200}
 RECIPES: dict[str, list[Section]] = {
     "tokenizer": [TokenizerRecipe(**TEXT, output=Path("o"), vocabulary=999)],
     "drafter": [
