@@ -38,7 +38,7 @@ from bench.rows.requests import BenchRequest
 from bench.rows.row import BenchRow, Models, worker_row
 from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.checkpoints.checkpoint import read_tokenizer
 from outrider.engine.checkpoints.gguf.recipes import pad_to_gguf
 from outrider.errors import ConfigError, Unavailable
 from outrider.example_files import SMOLLM2, real_file
@@ -79,14 +79,26 @@ class RealTake:
 
 
 def read_real_prompts(target: Path, count: int) -> list[RealPrompt]:
-    """Return `count` prompts of each category, in the target's chat template."""
+    """Return `count` prompts of each category, in the target's chat template, or as they are where it has none."""
     from outrider.training.answers.dialogue import Dialogues, read_prompts
 
-    dialogues, found = Dialogues(target), dict[str, list[str]]()
+    try:
+        dialogues = Dialogues(target)
+
+        def ids_of(content: str) -> tuple[int, ...]:
+            return dialogues.asked(content).before
+
+    except ConfigError:
+        tokenizer, _ = read_tokenizer(target)
+
+        def ids_of(content: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(content).ids)
+
+    found = dict[str, list[str]]()
     for prompt in read_prompts(PROMPTS, "prompts"):
         found.setdefault(prompt.category, []).append(prompt.content)
     return [
-        RealPrompt(category, number, dialogues.asked(content).before)
+        RealPrompt(category, number, ids_of(content))
         for category, contents in found.items()
         for number, content in enumerate(contents[:count])
     ]
@@ -98,18 +110,22 @@ async def rows_of(target: Path, scratch: Path, options: argparse.Namespace) -> A
     drafter, threads = options.drafter, options.threads
     async with AsyncExitStack() as stack:
         rows: list[BenchRow] = []
-        for way in (it for it in (LOOKUP, DRAFTER, BOTH) if it not in options.without):
+        ways = [it for it in (LOOKUP, DRAFTER, BOTH) if it not in options.without]
+        for way in ways if DRAFTER in ways else [PLAIN, *ways]:
             config = ClusterConfig(
                 router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
                 verifier=[
-                    VerifierConfig(model=target, slots=2, threads=threads, lookup=None if way == DRAFTER else "suffix")
+                    VerifierConfig(
+                        model=target, slots=2, threads=threads, lookup="suffix" if way in (LOOKUP, BOTH) else None
+                    )
                 ],
-                drafter=[] if way == LOOKUP else [DrafterConfig(model=drafter, slots=2, threads=1)],
+                drafter=[DrafterConfig(model=drafter, slots=2, threads=1)] if way in (DRAFTER, BOTH) else [],
             )
             cluster = await stack.enter_async_context(running(config))
-            if way == DRAFTER:  # the others would find plain answers in what they have seen
+            if way in (PLAIN, DRAFTER):  # the others would find plain answers in what they have seen
                 rows.append(ClusterRow(PLAIN, cluster, "off"))
-            rows.append(ClusterRow(way, cluster, None))
+            if way != PLAIN:
+                rows.append(ClusterRow(way, cluster, None))
         for name, peer in PEERS.items():
             if name in options.without:
                 continue
@@ -123,7 +139,7 @@ async def rows_of(target: Path, scratch: Path, options: argparse.Namespace) -> A
 @asynccontextmanager
 async def _llama_rows(target: Path, scratch: Path, threads: int) -> AsyncIterator[list[LlamaRow]]:
     await build(lambda what: print(what, flush=True))
-    async with llama_files({"--target": target}, read_config(target), threads) as worker:
+    async with llama_files({"--target": target}, threads) as worker:
         yield [
             LlamaRow("llama.cpp", 0, worker),
             LlamaRow("llama.cpp, prompt lookup", LLAMA_LOOKUP, worker, lookup=True),

@@ -121,16 +121,13 @@ async def files(
 @asynccontextmanager
 async def sources(options: BenchOptions, dtype: str, path: Path) -> AsyncIterator[list[PassSource]]:
     """Yield processes that have loaded a file: ours, and llama.cpp's."""
-    from outrider.engine.checkpoints.checkpoint import read_config
-
-    config = read_config(path)
     async with AsyncExitStack() as stack:
         command = (sys.executable, "-m", "bench.engine.passes", str(options.threads), str(path), "auto")
         own = await stack.enter_async_context(worker(OURS, *command, environment=os.environ))
         read = int((await own.line()).decode().strip("{}\n").rpartition(":")[2])
         found = [PassSource(OURS, dtype, read, own, "auto")]
         if options.llama_cpp:
-            peer = await stack.enter_async_context(llama_files({"--target": path}, config, options.threads))
+            peer = await stack.enter_async_context(llama_files({"--target": path}, options.threads))
             found.append(PassSource(LLAMA_CPP, dtype, read, peer))
         yield found
 
@@ -182,7 +179,7 @@ async def _texts(
     options: BenchOptions, size: int, dtype: str, path: Path, drafter: Path
 ) -> tuple[list[FormatSpeed], FormatStart]:
     """Measure texts at temperature 1: a cluster whose drafter is the file itself, and llama.cpp's rows with it."""
-    from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer
+    from outrider.engine.checkpoints.checkpoint import read_tokenizer
 
     prompt = tuple(read_tokenizer(path)[0].encode(TEXT).ids)
     found: dict[str, list[float]] = {}
@@ -192,7 +189,7 @@ async def _texts(
         rows: list[BenchRow] = [ClusterRow("plain", cluster, "off"), ClusterRow(DISTRIBUTED, cluster, None)]
         if options.llama_cpp:
             both = {"--target": path, "--draft": drafter}
-            peer = await stack.enter_async_context(llama_files(both, read_config(path), options.threads))
+            peer = await stack.enter_async_context(llama_files(both, options.threads))
             rows += rows_of_worker(peer)
         if size <= LARGE:
             models = Models(path, drafter, "bfloat16", options.threads)
@@ -211,7 +208,7 @@ async def _texts(
 
 async def _gaps(options: BenchOptions, file: Path) -> list[LogitGap]:
     """Return how far our logits and llama.cpp's lie from those of the dequantized model."""
-    from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer
+    from outrider.engine.checkpoints.checkpoint import read_tokenizer
 
     tokenizer, _ = read_tokenizer(file)
     texts = [tokenizer.encode(text).ids[:MOST_TOKENS] for _, text in sorted(topics.items())[:TEXTS_COMPARED]]
@@ -219,7 +216,7 @@ async def _gaps(options: BenchOptions, file: Path) -> list[LogitGap]:
         folder = Path(scratch)
         (folder / TEXTS).write_text(json.dumps(texts), encoding="utf-8")
         if options.llama_cpp:
-            async with llama_files({"--target": file}, read_config(file), options.threads) as peer:
+            async with llama_files({"--target": file}, options.threads) as peer:
                 for number, text in enumerate(texts):
                     place = str(logits_file(folder, LLAMA_CPP, number))
                     await peer.request(json.dumps({"logits": text, "file": place}))

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from bench.rows.processes import ROOT, output
 from bench.rows.requests import BenchRequest, sample_from_json
@@ -24,9 +23,6 @@ from bench.rows.row import Models, WorkerRow, worker
 from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.process_env import SPINS
-
-if TYPE_CHECKING:
-    from outrider.engine.checkpoints.checkpoint import ModelConfig
 
 VERSION = "0.3.36"  # of llama-cpp-python
 PACKAGE = "llama-cpp-python"
@@ -143,24 +139,28 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
         for flag, checkpoint in files.items():
             files[flag] = Path(scratch) / f"{flag.strip('-')}.gguf"
             await asyncio.to_thread(write_gguf, checkpoint, files[flag], models.dtype)
-        async with llama_files(files, config, models.threads, folder) as started:
+        async with llama_files(files, models.threads, config.unpadded_vocabulary, folder) as started:
             yield started
 
 
 @asynccontextmanager
 async def llama_files(
-    files: Mapping[str, Path], config: ModelConfig, threads: int, folder: Path = FOLDER
+    files: Mapping[str, Path], threads: int, unpadded_vocabulary: int | None = None, folder: Path = FOLDER
 ) -> AsyncIterator[WorkerRow]:
     """Start a process that serves GGUF files, by the worker's flags, and wait until it has loaded.
 
+    `unpadded_vocabulary`: ids from this one on are never chosen; None: there are none.
     Raises Unavailable when the process ends.
     """
+    from outrider.engine.checkpoints.checkpoint import read_outline
+
+    target = read_outline(files["--target"])
     command = (
         # -P: modules beside the worker must not hide packages of the same name.
         *(str(folder / "env" / "bin" / "python"), "-P", str(WORKER)),
         *(part for flag, file in files.items() for part in (flag, str(file))),
-        *("--unpadded-vocabulary", str(config.unpadded_vocabulary)),
-        *("--threads", str(threads), "--context", str(min(config.context, CONTEXT))),
+        *("--unpadded-vocabulary", str(unpadded_vocabulary or target.vocabulary)),
+        *("--threads", str(threads), "--context", str(min(target.context, CONTEXT))),
     )
     async with worker("llama.cpp", *command, environment=_environment(folder)) as started:
         await started.line()
