@@ -7,7 +7,7 @@ SERVERS := $(VENV)/.servers
 VLLM := .vllm
 NATIVE := $(wildcard outrider/engine/cpu/src/* outrider/engine/cpu/src/kernels/*)
 
-.PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-vllm test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
+.PHONY: demo test test-all lane-1 lane-2 lane-3 test-clients test-vllm test-llama-cpp test-long mutants durations measured coverage chaos chaos-quick matrix bench bench-quick \
 	bench-cpu bench-trees bench-drafters bench-gpu bench-real bench-vllm arm docs references recording screenshots lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
@@ -64,6 +64,10 @@ test-vllm: $(STAMP) $(VLLM)/.installed
 		PYTEST_ADDOPTS= OUTRIDER_PYTHON=$(CURDIR)/$(BIN)/python PYTHONPATH=$(CURDIR):$(CURDIR)/integrations/vllm \
 		LD_PRELOAD=$(CURDIR)/$(VLLM)/lib/libiomp5.so $(VLLM)/bin/python -P -m pytest --quiet -p no:cacheprovider -c integrations/vllm/pyproject.toml $$each || exit 1; \
 	done
+
+# llama.cpp as an engine: builds it first, which takes some minutes. ARGS adds flags of pytest.
+test-llama-cpp: $(STAMP)
+	$(BIN)/python -m tests.engine.llama_cpp $(ARGS)
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)

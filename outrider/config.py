@@ -160,8 +160,9 @@ class WorkerConfig(GrpcConfig):
     listen: Address = "127.0.0.1:0"  # for routers and drafters; port 0 takes a free one
     zone: str = ""  # zone of the worker: servers of one zone are near one another
     advertise: str | None = None  # address at which other servers reach this worker; None: that of `listen`
-    backend: Backend = "auto"  # auto: native for the families that it knows
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # device that the model runs on
+    backend: Backend = "auto"  # auto: native for families that it knows, else llama.cpp, where installed, for .gguf
+    # Device that the model runs on; gpu: any that llama.cpp was built for, as Metal and Vulkan.
+    device: str = Field(default="cpu", pattern=r"^(cpu|gpu|cuda(:\d+)?)$")
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: a token's logits are the same bits in every pass
     threads: int = Field(default=1, ge=1)  # threads of a forward pass, in each rank
     slots: int = Field(default=8, ge=1)  # sessions at the same time

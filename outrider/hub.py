@@ -17,7 +17,8 @@ from outrider.errors import CheckpointError
 
 # Types of a GGUF file's weights, as llama.cpp names its mixtures.
 Mixture = Literal["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"]
-Backend = Literal["auto", "native", "transformers"]  # what loads a checkpoint: see `ENGINES` in outrider.engine.loading
+# What loads a checkpoint: see `ENGINES` in outrider.engine.loading.
+Backend = Literal["auto", "native", "transformers", "llama.cpp"]
 
 # Files to download before the weights. Outrider reads weights only as safetensors, so no other weight file is listed.
 CARD = "outrider.json"  # a speculator's model card; see outrider.engine.checkpoints.model_card

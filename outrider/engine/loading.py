@@ -1,4 +1,5 @@
-"""Chooses and loads the engine for a checkpoint: a native one where it knows the family, else transformers' modules.
+"""Chooses and loads the engine for a checkpoint: a native one where it knows the family, else llama.cpp for a GGUF file
+where it is installed, else transformers' modules.
 
 `ENGINES` lists all kinds of engines, and what each of them runs.
 """
@@ -10,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,17 +29,21 @@ from outrider.engine.tensor_parallel.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import Backend, is_gguf
 
+ChosenBackend = Literal["native", "transformers", "llama.cpp"]
+
 # Models of up to this many bytes are first probed in float32, because rounding to bfloat16 hides errors.
 PRECISE = 4 << 30
 
 log = logging.getLogger(__name__)
 
 
-def chosen_backend(folder: Path, backend: Backend) -> Literal["native", "transformers"]:
+def chosen_backend(folder: Path, backend: Backend) -> ChosenBackend:
     """Return the backend, with "auto" resolved for a checkpoint. Raises CheckpointError."""
     if backend != "auto":
         return backend
-    return "native" if read_outline(folder).model_type in SUPPORTED else "transformers"
+    if read_outline(folder).model_type in SUPPORTED:
+        return "native"
+    return "llama.cpp" if is_gguf(folder) and find_spec("llama_cpp") else "transformers"
 
 
 def is_compiled(folder: Path, backend: Backend, device: str) -> bool:
@@ -74,7 +80,7 @@ def connect_ranks(
 
 def outline(folder: Path, backend: Backend = "auto") -> Outline:
     """Return the sizes of a checkpoint without loading it. Raises CheckpointError."""
-    if chosen_backend(folder, backend) == "transformers":
+    if chosen_backend(folder, backend) != "native":
         return read_outline(folder)
     config = read_config(folder)
     return Outline(config.model_type, config.vocabulary, config.context)
@@ -120,10 +126,12 @@ def load_engine(
     does not have, and for ranks that cannot share it.
     """
     with kept_header(path):
-        chosen = chosen_backend(path, backend)
+        chosen = "llama.cpp" if (backend, device) == ("auto", "gpu") else chosen_backend(path, backend)
+        if device == "gpu" and chosen != "llama.cpp":
+            raise ConfigError(f"device: gpu is for llama.cpp, and backend is {backend}; use cuda")
         if dtype == "auto":
             compiled = device == "cpu" and chosen == "native" and not _why_on_torch(group)
-            dtype = "stored" if compiled and has_blocks(path) else "bfloat16"
+            dtype = "stored" if chosen == "llama.cpp" or (compiled and has_blocks(path)) else "bfloat16"
         given = {name: value for name, value in locals().items() if name in EngineSettings.__dataclass_fields__}
         settings = EngineSettings(**given)
         kind = next(it for it in ENGINES if it.backend == chosen and it.runs(settings))
@@ -191,22 +199,15 @@ def _load_on_device(path: Path, it: EngineSettings) -> Engine:
 
 
 def _load_transformers(path: Path, it: EngineSettings) -> Engine:
-    if it.features is not None:
-        raise ConfigError(
-            "heads: only the native backend gives the hidden states that they draft from; leave heads and features out"
-        )
+    _refuse_what_is_native(it)
     if it.kv_memory is not None:
         raise ConfigError("kv_memory: the model runs through transformers, which keeps to no bound; leave it out")
-    if it.layers is not None or it.skip:
-        raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
     if it.device != "cpu":
         raise ConfigError(f"device: {it.device} is for the native backend alone; use cpu")
     if not is_gguf(path) and UNPADDED in read_json(path / "config.json"):
         raise CheckpointError(
             f"{path}: is padded with ids that the model must never choose; only the native backend ensures that"
         )
-    if it.numerics != "fast":
-        raise ConfigError(f"numerics: {it.numerics} is for the native backend alone; use fast")
     family = read_outline(path).model_type
     with requires_torch(f"backend: {family}"):
         import torch
@@ -242,10 +243,35 @@ def _load_transformers(path: Path, it: EngineSettings) -> Engine:
     return engine
 
 
+def _load_llama_cpp(path: Path, it: EngineSettings) -> Engine:
+    _refuse_what_is_native(it)
+    if not is_gguf(path):
+        raise ConfigError(f"backend: llama.cpp reads .gguf files, and {path} is none; use auto")
+    if it.dtype != "stored":
+        raise ConfigError(f"dtype: llama.cpp computes with the types of the file, not {it.dtype}; leave it out")
+    if it.group.shard.of > 1:
+        raise ConfigError("tensor_parallel: llama.cpp runs in one process; leave it out")
+    from outrider.engine.llama_cpp.engine import LlamaCppEngine
+
+    return LlamaCppEngine.load(path, it)
+
+
+def _refuse_what_is_native(it: EngineSettings) -> None:
+    """Raise ConfigError for settings that only the native backend has."""
+    if it.features is not None:
+        raise ConfigError(
+            "heads: only the native backend gives the hidden states that they draft from; leave heads and features out"
+        )
+    if it.layers is not None or it.skip:
+        raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
+    if it.numerics != "fast":
+        raise ConfigError(f"numerics: {it.numerics} is for the native backend alone; use fast")
+
+
 class EngineKind(NamedTuple):
     """A kind of engine."""
 
-    backend: Literal["native", "transformers"]  # under which the configuration has it, see `outrider.hub`
+    backend: ChosenBackend  # under which the configuration has it, see `outrider.hub`
     runs: Callable[[EngineSettings], bool]  # whether it is for these settings, where no kind before it is
     load: Callable[[Path, EngineSettings], Engine]  # raises as `load_engine`
 
@@ -255,6 +281,7 @@ ENGINES = (
     EngineKind("native", lambda it: not _why_on_torch(it.group), _load_compiled),
     EngineKind("native", lambda it: True, _load_on_torch),
     EngineKind("transformers", lambda it: True, _load_transformers),
+    EngineKind("llama.cpp", lambda it: True, _load_llama_cpp),
 )
 
 

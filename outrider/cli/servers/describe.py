@@ -112,7 +112,7 @@ def describe(
                 how = f"{dtype}{kv}, {threads} thread{'s' if threads > 1 else ''}"
                 _describe_folder(screen, folder, load, layers, skipped, how)
             else:
-                _describe_any(screen, folder, load)
+                _describe_any(screen, folder, load, chosen_backend(folder, backend))
 
 
 def _describe_pair(screen: Console, drafter: str, target: str) -> None:
@@ -157,18 +157,18 @@ def _describe_folder(
     print(last_line(engine, costs), flush=True)
 
 
-def _describe_any(screen: Console, folder: Path, load: Callable[..., Engine]) -> None:
+def _describe_any(screen: Console, folder: Path, load: Callable[..., Engine], backend: Backend) -> None:
     from rich.console import Console
 
     from outrider.engine.loading import outline
 
     with Console(stderr=True).status(f"loading {folder} ..."):
-        engine = load(backend="transformers")
+        engine = load(backend=backend)
         costs = _measure(engine, on_round=lambda: None)
     _print_facts(
         screen,
         [
-            *_engine(engine, f"{outline(folder, 'transformers').model_type}, through transformers"),
+            *_engine(engine, f"{outline(folder, backend).model_type}, through {backend}"),
             ("speculation", f"none: {engine.treeless}" if engine.treeless else "trees, as was tried"),
             ("pass over n tokens", ", ".join(f"{tokens}: {cost * 1e3:.2f} ms" for tokens, cost in costs.items())),
         ],

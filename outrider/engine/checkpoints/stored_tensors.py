@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -61,6 +61,23 @@ class TensorSource(Protocol):
 
     def read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of rows [first, last); a scalar is one row. Raises CheckpointError."""
+
+
+class Kinded(Protocol):
+    """A tensor's type and shape."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def main_kind(tensors: Iterable[Kinded]) -> str:
+    """Return the type of most values of some tensors; see `StoredTensors.kind`."""
+    values = Counter[str]()
+    for it in tensors:
+        values[it.kind] += math.prod(it.shape)
+    return max(values, key=values.__getitem__, default="f32")
 
 
 class ArraySource(Protocol):
@@ -150,10 +167,7 @@ class StoredTensors:
     @property
     def main_kind(self) -> str:
         """The type of most values; see `kind`."""
-        values: Counter[str] = Counter()
-        for it in self._stored.values():
-            values[it.kind] += math.prod(it.shape)
-        return max(values, key=values.__getitem__, default="f32")
+        return main_kind(self._stored.values())
 
     def blocks(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.uint8]:
         """Return a quantized matrix of that shape, or a part of it, as its blocks: [rows, bytes of a row].

@@ -213,7 +213,7 @@ class Engine(Traits, ABC):
             if 1 <= count < self.rows:
                 prefix = min(context, self.rows - count, self.context - 1)
                 zeros = np.zeros(count, np.int64)
-                segments[count] = Segment(self.slots - 1, prefix, zeros, np.full(count, prefix, np.int64))
+                segments[count] = Segment(self.slots - 1, prefix, zeros, np.arange(prefix, prefix + count))
                 if self.compiles_sizes:
                     self._try(segments[count])
         fastest: dict[int, float] = {}

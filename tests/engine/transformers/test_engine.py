@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from outrider.cli.verification.reference import Reference as VerificationReference
 from outrider.engine.cpu.engine import CpuEngine
@@ -25,6 +24,8 @@ from outrider.engine.transformers.engine import TransformersEngine, batches
 from outrider.engine.transformers.pretrained import NO_HUB_KERNELS, SAFE_LOADING
 from outrider.engine.transformers.tree_attention import AttentionBatch
 from outrider.errors import ConfigError
+from tests.engine.contract import *  # noqa: F403 what every engine that is not bit for bit the same does
+from tests.engine.contract import assert_alike
 from tests.engine.families import CONTEXT, TREES, make_family
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
@@ -88,70 +89,6 @@ print(bool((loaded.logits([1, 2, 3]) == before).all()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-
-
-def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:
-    """As `assert_same`, but the model's own passes of different shapes differ by a few roundings more."""
-    assert_same(ours / 4, reference / 4)
-
-
-def test_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path(pair: tuple[Engine, Reference]) -> None:
-    engine, reference = pair
-    random = np.random.default_rng(1)
-    segments, expected = [], []
-    for slot, (length, nodes) in zip((5, 0, 2, 3), ((33, 9), (1, 1), (12, 20), (40, 5)), strict=True):
-        history, tree = random_tokens(engine, random, length), Tree.random(engine, random, nodes)
-        engine.forward([prompt(slot, history, wanted=0)])
-        segments.append(tree.segment(slot, length))
-        expected += [
-            reference.logits(np.concatenate([history, tree.tokens[tree.path(node)]]))[-1] for node in range(nodes)
-        ]
-    chunk = random_tokens(engine, random, 50)
-    segments.append(prompt(1, chunk, wanted=2))
-    expected += [*reference.logits(chunk)[-2:]]
-    assert_alike(engine.forward(segments), np.array(expected))
-
-
-def test_a_prompt_in_chunks_equals_the_whole_prompt(pair: tuple[Engine, Reference]) -> None:
-    engine, reference = pair
-    tokens = random_tokens(engine, np.random.default_rng(2), 60)
-    start, logits = 0, []
-    for size in (1, 2, 19, 37, 1):
-        logits.append(engine.forward([prompt(1, tokens[start : start + size], start)]))
-        start += size
-    assert_alike(np.concatenate(logits), reference.logits(tokens))
-
-
-def test_kv_after_commits_rollbacks_and_a_copy_equals_a_fresh_prefill(pair: tuple[Engine, Reference]) -> None:
-    engine, reference = pair
-    random = np.random.default_rng(3)
-    text = random_tokens(engine, random, 9)
-    engine.forward([prompt(2, text, wanted=0)])
-    for step in range(12):
-        tree = Tree.random(engine, random, int(random.integers(1, 12)))
-        engine.forward([tree.segment(2, len(text))])
-        path = tree.path(int(random.integers(-1, len(tree.parents))))
-        engine.move(2, len(text) + np.array(path, np.int64), len(text) + np.arange(len(path)))
-        text = np.concatenate([text, tree.tokens[path]])
-        if step == 6:
-            engine.copy(2, 4, len(text))
-            copied = text
-    last = random_tokens(engine, random, 3)
-    for slot, held in ((2, text), (4, copied)):
-        found = engine.forward([prompt(slot, last, len(held))])
-        assert_alike(found, reference.logits(np.concatenate([held, last]))[-3:])
-
-
-def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: tuple[Engine, Reference]) -> None:
-    engine, reference = pair
-    history, nodes = random_tokens(engine, np.random.default_rng(4), 17), np.array([3, 5, 7, 11])
-    engine.forward([prompt(0, history, wanted=0)])
-    at = np.array([17, 17])
-    engine.forward([Segment(0, 17, nodes[:2], at, np.eye(2, dtype=np.bool_))])
-    mask = np.array([[True, False, True, False], [False, True, False, True]])  # each behind another of the first two
-    found = engine.forward([Segment(0, 17, nodes[2:], at + 1, mask)])
-    expected = [reference.logits([*history, nodes[branch], nodes[2 + branch]])[-1] for branch in (0, 1)]
-    assert_alike(found, np.array(expected))
 
 
 def test_drafts_beyond_the_context_do_not_fail(pair: tuple[Engine, Reference]) -> None:

@@ -112,6 +112,19 @@ def gguf_outline(file: GgufFile) -> Outline:
     return Outline(kind, _vocabulary(file, kind, file.number(f"{kind}.embedding_length")), context)
 
 
+def kv_values(file: GgufFile) -> int:
+    """Return how many numbers the keys and values of a token have, in all layers. Raises CheckpointError."""
+    kind = file.text("general.architecture")
+    layers = file.number(f"{kind}.block_count", most=MOST_LAYERS)
+    heads = file.metadata.get(f"{kind}.attention.head_count_kv", file.number(f"{kind}.attention.head_count"))
+    try:
+        of_layers = np.broadcast_to(np.asarray(heads, np.int64), layers)
+    except (TypeError, ValueError):
+        raise file.wrong(f"{kind}.attention.head_count_kv", f"a number, or {layers} numbers") from None
+    size = head_dim(file)
+    return int(of_layers.sum()) * (size + file.number(f"{kind}.attention.value_length", size))
+
+
 def head_dim(file: GgufFile) -> int:
     """Return the dimensions of a head. Raises CheckpointError."""
     kind = file.text("general.architecture")

@@ -1,0 +1,35 @@
+"""Builds llama.cpp, where it is not there, and runs these tests with it: python -m tests.engine.llama_cpp."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.peers.llama_cpp import FOLDER, build
+
+PACKAGES = "llama_cpp", "diskcache"  # what this environment has not
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which llama.cpp can be imported: where none is installed, the benchmark's."""
+    if find_spec("llama_cpp"):
+        return {**os.environ}
+    asyncio.run(build(lambda what: print(what, flush=True)))
+    (installed,) = (FOLDER / "env" / "lib").glob("python*/site-packages")
+    links = FOLDER / "packages"
+    links.mkdir(exist_ok=True)
+    for package in PACKAGES:
+        if not (link := links / package).exists():
+            link.symlink_to(installed / package)
+    paths = [os.environ.get("PYTHONPATH", ""), str(links)]
+    library = str(FOLDER / "library" / "bin")
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "LLAMA_CPP_LIB_PATH": library}
+
+
+if __name__ == "__main__":
+    tests = [sys.executable, "-m", "pytest", str(Path(__file__).parent), *sys.argv[1:]]
+    sys.exit(subprocess.run(tests, env=environment(), check=False).returncode)
