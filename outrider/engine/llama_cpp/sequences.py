@@ -33,12 +33,12 @@ class SequenceMemory(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class KvRow:
     """A token of a slot, and where its KV is."""
 
     token: int
     position: int
-    parent: Row | None  # the token before it on its path; None: it is the first
+    parent: KvRow | None  # the token before it on its path; None: it is the first
     in_trunk: bool = False  # its KV is in all sequences of the slot
     sequences: set[int] = field(default_factory=set)  # else: those that have it
 
@@ -47,7 +47,7 @@ class Row:
 class BatchToken:
     """A token that a pass computes."""
 
-    row: Row
+    row: KvRow
     output: int  # index of its logits; -1: none are wanted
     sequences: list[int] = field(default_factory=list)
 
@@ -63,12 +63,12 @@ class LonePath:
 
 @dataclass(slots=True)
 class _Slot:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KvRow] = field(default_factory=list)
     trunk: int = 0  # rows [0, trunk) are in all sequences
-    tips: dict[int, Row | None] = field(default_factory=dict)  # the last row of each sequence; None: it is empty
+    tips: dict[int, KvRow | None] = field(default_factory=dict)  # the last row of each sequence; None: it is empty
 
     @property
-    def last(self) -> Row | None:
+    def last(self) -> KvRow | None:
         """The last row of the trunk."""
         return self.rows[self.trunk - 1] if self.trunk else None
 
@@ -77,7 +77,7 @@ class SlotSequences:
     """The sequences of all slots."""
 
     def __init__(self, memory: SequenceMemory, slots: int, count: int) -> None:
-        """`count`: sequences that there are: one for each slot, further ones for trees, and the last for lone paths."""
+        """`count`: sequences: one for each slot, further ones for trees, and the last for lone paths."""
         self._memory = memory
         self._slots = [_Slot() for _ in range(slots)]
         self._free = [*range(count - 1)]
@@ -90,7 +90,7 @@ class SlotSequences:
         """
         slot, kept = self._slots[segment.slot], segment.prefix + segment.span - len(segment.tokens)
         for at in range(len(slot.rows), kept):  # never written: as if it had been
-            slot.rows.append(Row(0, at, slot.rows[-1] if slot.rows else None))
+            slot.rows.append(KvRow(0, at, slot.rows[-1] if slot.rows else None))
         self._settle(slot, segment.prefix)
         self._prune(slot, slot.rows[segment.prefix : kept])
         slot.rows[kept:] = _rows(slot.rows, segment, kept)
@@ -112,9 +112,9 @@ class SlotSequences:
         if count > ours.trunk:
             self._settle(ours, count)
         shared = min(count, ours.trunk)
-        before: Row | None = None
+        before: KvRow | None = None
         for at, row in enumerate(ours.rows[:count]):
-            before = Row(row.token, row.position, before, at < shared)
+            before = KvRow(row.token, row.position, before, at < shared)
             theirs.rows.append(before)
         if shared:
             theirs.trunk = shared
@@ -170,7 +170,7 @@ class SlotSequences:
             self._memory.remove(sequence, _end(slot.last))
             slot.tips[sequence] = slot.last
 
-    def _prune(self, slot: _Slot, kept: Iterable[Row]) -> None:
+    def _prune(self, slot: _Slot, kept: Iterable[KvRow]) -> None:
         """Take all rows but the trunk's and the kept ones out of the slot's sequences. Of those that end with the trunk
         then, one stays.
         """
@@ -232,19 +232,19 @@ class SlotSequences:
             self._free.append(sequence)
 
 
-def _end(row: Row | None) -> int:
+def _end(row: KvRow | None) -> int:
     """Return the first position behind a row."""
     return 0 if row is None else row.position + 1
 
 
-def _above(tip: Row | None) -> Iterator[Row]:
+def _above(tip: KvRow | None) -> Iterator[KvRow]:
     """Yield the rows from a tip up to the trunk."""
     while tip is not None and not tip.in_trunk:
         yield tip
         tip = tip.parent
 
 
-def _rows(rows: Sequence[Row], segment: Segment, kept: int) -> list[Row]:
+def _rows(rows: Sequence[KvRow], segment: Segment, kept: int) -> list[KvRow]:
     """Return the new rows of a segment."""
     before = [*rows[segment.prefix : kept]]
     root = rows[segment.prefix - 1] if segment.prefix else None
@@ -254,7 +254,7 @@ def _rows(rows: Sequence[Row], segment: Segment, kept: int) -> list[Row]:
         else:
             seen = np.flatnonzero(segment.mask[at, : len(before)])
             parent = before[seen[-1]] if len(seen) else root
-        before.append(Row(token, position, parent))
+        before.append(KvRow(token, position, parent))
     return before[kept - segment.prefix :]
 
 
@@ -275,7 +275,7 @@ def _missing(slot: _Slot, segment: Segment, kept: int, first_output: int) -> lis
     return tokens
 
 
-def _holder(slot: _Slot, row: Row) -> int:
+def _holder(slot: _Slot, row: KvRow) -> int:
     """Return a sequence that has a row's KV."""
     return next(iter(slot.tips)) if row.in_trunk else min(row.sequences)
 

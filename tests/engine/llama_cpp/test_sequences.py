@@ -13,7 +13,7 @@ from outrider.engine.llama_cpp.sequences import BatchToken, SlotSequences
 
 SLOTS = 3
 MOST_NODES = 15
-ENOUGH = 64  # sequences, for all leaves that there are
+ENOUGH = 64  # sequences for the leaves of all slots
 
 
 @dataclass(eq=False)
