@@ -9,8 +9,10 @@ from functools import partial
 
 import grpc.aio
 
+from drafter_svc.gate_link import GateLink
 from drafter_svc.loading import check_settings, hot_reload, with_model, without_model
 from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.servicer import DrafterServicer
 from outrider.config import DrafterConfig
 from outrider.engine.tensor_parallel.group import ALONE, Group
 from outrider.engine.threads import run_in_short_lived_thread
@@ -67,6 +69,8 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
 
     servicer.register_metrics()
     with exporting_telemetry("drafter", worker_id, config.metrics):
+        if config.connect is not None:
+            await _dial(config.connect, servicer, announce)
         try:
             async with (
                 aclosing(redis),
@@ -95,3 +99,16 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                 await asyncio.Event().wait()  # until cancelled; drafting goes on until the server has drained
         finally:
             await servicer.upstreams.close()
+
+
+async def _dial(router: str, servicer: DrafterServicer, announce: Callable[[str], None]) -> None:
+    """Serve a router that this drafter dials, until cancelled. `announce` gets its address once it lists this."""
+    link = GateLink(router, servicer, announce)
+    try:
+        async with supervising() as tasks:
+            tasks.run_required("growth", servicer.scheduler.run)
+            tasks.keep_running("gate", link.run)
+            await asyncio.Event().wait()
+    finally:
+        servicer.begin_drain()
+        await servicer.upstreams.close()

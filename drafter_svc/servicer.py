@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.tracing import TracedDrafts
 from drafter_svc.translator import Translator
-from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.upstream import Attachment, Route
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.errors import InvalidRequest, Moved, Overloaded
@@ -60,41 +62,57 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         self.capacity = capacity
         self.stream_servicer = stream_servicer
         self.draining = False
+        # The address of a session's upstream, or of the tunnel that leads there; and a route, if it needs one.
+        self.way_to: Callable[[pb.AttachRequest], tuple[str, Route | None]] = lambda request: (
+            config.via or request.upstream,
+            None,
+        )
         self._config = config
         self.upstreams = upstreams
         self.scheduler = scheduler
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
-        """Drafts for a session. Repeating it changes nothing; another upstream or a higher epoch replaces it."""
+        """See `attach`."""
         async with errors_as_status(context), server_span(context, "outrider.v1.Drafter/Attach") as call:
-            if not request.session_id or not request.upstream:
-                raise InvalidRequest("session_id", "and upstream must both be given")
-            if self.draining:
-                raise Moved("this drafter is going down; ask another one")
-            address = self._config.via or request.upstream
-            if found := self.upstreams.find(request.session_id):
-                upstream, present = found
-                if request.epoch < present.epoch:
-                    return pb.AttachResponse()
-                if request.epoch == present.epoch and upstream.address == address:
-                    present.ticket = request.ticket  # for its next subscription
-                    return upstream.refusals.attach_response(present.key)
-                self.upstreams.detach(upstream, present)
-            full = self.upstreams.attached >= self.capacity.slots
-            if full and not (request.tenant == OWN_TENANT and self.upstreams.make_room(address)):
-                raise Overloaded(f"all {self.capacity.slots} slots of this drafter are in use")
-            attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
-            if call.span.is_recording():
-                attachment.traced = TracedDrafts(
-                    call.span, attachment.session_id, attachment.epoch, self.worker_id, self._config.tier
-                )
-            upstream = self.upstreams.upstream(address)
-            upstream.attach(attachment)
-            answer = upstream.refusals.attach_response(attachment.key)
-            upstream.refusals.forget(attachment.key)
-            return answer
+            return self.attach(request, call.span)
+
+    def attach(self, request: pb.AttachRequest, span: Span = INVALID_SPAN) -> pb.AttachResponse:
+        """Draft for a session. Repeating it changes nothing; another upstream or a higher epoch replaces it.
+
+        Raises InvalidRequest, Moved and Overloaded.
+        """
+        if not request.session_id or not request.upstream:
+            raise InvalidRequest("session_id", "and upstream must both be given")
+        if self.draining:
+            raise Moved("this drafter is going down; ask another one")
+        address, route = self.way_to(request)
+        if found := self.upstreams.find(request.session_id):
+            upstream, present = found
+            if request.epoch < present.epoch:
+                return pb.AttachResponse()
+            if request.epoch == present.epoch and upstream.address == address:
+                present.ticket = request.ticket  # for its next subscription
+                return upstream.refusals.attach_response(present.key)
+            self.upstreams.detach(upstream, present)
+        full = self.upstreams.attached >= self.capacity.slots
+        if full and not (request.tenant == OWN_TENANT and self.upstreams.make_room(address)):
+            raise Overloaded(f"all {self.capacity.slots} slots of this drafter are in use")
+        attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
+        if span.is_recording():
+            attachment.traced = TracedDrafts(
+                span, attachment.session_id, attachment.epoch, self.worker_id, self._config.tier
+            )
+        upstream = self.upstreams.upstream(address, route)
+        upstream.attach(attachment)
+        answer = upstream.refusals.attach_response(attachment.key)
+        upstream.refusals.forget(attachment.key)
+        return answer
 
     async def Detach(self, request: pb.DetachRequest, context: Context[Any, Any]) -> pb.DetachResponse:
+        """See `detach`."""
+        return self.detach(request)
+
+    def detach(self, request: pb.DetachRequest) -> pb.DetachResponse:
         """Stop drafting for a session."""
         found = self.upstreams.find(request.session_id)
         if found and found[1].epoch <= request.epoch:

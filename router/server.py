@@ -31,6 +31,8 @@ from outrider.telemetry.process import exporting_telemetry
 from outrider.wire import inference
 from outrider.wire.tickets import TicketSigner
 from router.api.auth import ApiKeyAuthenticator, Authenticator, JudgedByKey
+from router.api.draft_relay import DraftRelay
+from router.api.gate_servicer import GateServicer
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
 from router.counters.request_metrics import RouterMetrics, mean
@@ -129,7 +131,9 @@ async def _serve(
     register_metric("outrider.clock.skew", clock.skew_s)
 
     def register(server: grpc.aio.Server) -> list[str]:
-        return [inference.register(service, server)]
+        gate = GateServicer(worker_pool.gate, Registry(client), router.store.router_id)
+        relay = DraftRelay(worker_pool)
+        return [inference.register(service, server), gate.register(server), relay.register(server)]
 
     try:
         public_key = router.decoding.ticket_signer.public_key

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
 
@@ -43,9 +43,18 @@ RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
 
-_DRAFT = "/outrider.v1.TreeSink/Draft"
+DRAFT = "/outrider.v1.TreeSink/Draft"
 
 DraftCall = grpc.aio.StreamStreamCall[wire.DraftUp, wire.DraftDown]
+
+
+class Route(NamedTuple):
+    """The way to an upstream that is reached through a router."""
+
+    address: str  # the router's
+    tls: Tls | None
+    server_name: str
+    metadata: tuple[tuple[str, str], ...]  # of the stream
 
 
 class Listener(Protocol):
@@ -103,8 +112,11 @@ class Upstream:
         count_refusal: Callable[[], None],
         tls: Tls | None = None,
         wanted: WantedFeatures = NO_FEATURES,
+        route: Route | None = None,
     ) -> None:
+        """`route`: the way there, of an address that is none; None: the address itself."""
         self.address = address
+        self._route = route
         self.attachments: dict[str, Attachment] = {}
         self.refusals = Refusals()
         self._hello = hello
@@ -201,7 +213,8 @@ class Upstream:
     async def _run(self) -> None:
         reachable = True
         self._tls = self._tls and self._tls.renewed()
-        async with open_channel(self.address, self._tls, SERVER) as channel:
+        way = self._route or Route(self.address, self._tls, SERVER, ())
+        async with open_channel(way.address, way.tls, way.server_name) as channel:
             while True:
                 await self._wanted.wait()
                 try:
@@ -224,7 +237,8 @@ class Upstream:
         for attachment in self.attachments.values():
             self._subscribe(attachment)
         decoded = partial(decode, wire.DraftDown, LONG)
-        call = channel.stream_stream(_DRAFT, wire.DraftUp.SerializeToString, decoded)(None)
+        metadata = self._route.metadata if self._route else None
+        call = channel.stream_stream(DRAFT, wire.DraftUp.SerializeToString, decoded)(None, metadata=metadata)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end
                 parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._outgoing.overrun())]

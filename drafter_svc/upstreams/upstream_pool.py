@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from drafter_svc.upstreams.upstream import Attachment, Listener, Upstream
+from drafter_svc.upstreams.upstream import Attachment, Listener, Route, Upstream
 from outrider.core.tree.delta import Delta
 from outrider.rpc.tls import Tls
 from outrider.wire import drafter as wire
@@ -19,7 +19,7 @@ class UpstreamPool:
     def __init__(self, hello: wire.Hello, tls: Tls | None = None, features: WantedFeatures = NO_FEATURES) -> None:
         self.upstreams: dict[str, Upstream] = {}
         self.refused = 0  # frames of upstreams that were not acceptable
-        self._hello = hello
+        self.hello = hello
         self.tls = tls
         self._features = features
         self._listener: Listener
@@ -50,9 +50,9 @@ class UpstreamPool:
                 return upstream, attachment
         return None
 
-    def upstream(self, address: str) -> Upstream:
-        """Return the stream to an upstream, or to the tunnel that leads there. End other streams that were idle for
-        long. Do not await: nothing may change between a look at the attachments and a new attachment.
+    def upstream(self, address: str, route: Route | None = None) -> Upstream:
+        """Return the stream to an upstream, or to the tunnel that leads there, or by a `route`. End other streams that
+        were idle for long. Do not await: nothing may change between a look at the attachments and a new attachment.
         """
         others = [upstream for upstream in self.upstreams.values() if upstream.address != address]
         for idle in [upstream for upstream in others if upstream.idle_s > IDLE_S]:
@@ -62,7 +62,7 @@ class UpstreamPool:
             closing.add_done_callback(self._closing.discard)
         if address not in self.upstreams:
             self.upstreams[address] = Upstream(
-                address, self._hello, self._listener, self._count_refusal, self.tls, self._features
+                address, self.hello, self._listener, self._count_refusal, self.tls, self._features, route
             )
         return self.upstreams[address]
 

@@ -40,6 +40,11 @@ def new_drafter_id(certificate: bytes | None) -> str:
     return f"{names[0] if names else UNNAMED}-{secrets.token_hex(4)}"
 
 
+def is_drafter_id(text: str) -> bool:
+    """Return whether a text has the form of a drafter's id."""
+    return _ID.fullmatch(text) is not None
+
+
 def name_of(drafter_id: str) -> str:
     """Return the name in a drafter's id. Only under certificates it is more than the drafter's word."""
     return drafter_id.rpartition("-")[0]

@@ -71,6 +71,7 @@ class Worker:
     trusts: str = "*"  # names of drafters that a verifier lets draw from q, with spaces between them; "*": all
     prefixes: str = ""  # keys of prefixes whose KV a verifier has; see outrider.core.session.prefix_keys
     dtype: str = ""  # types in which a verifier has its weights and KV
+    gate: str = ""  # id of the router that a drafter has dialed, which alone reaches it; "": it has an address
     protocol: int = PROTOCOL  # the protocol that it speaks; 0: an older version, which announces none
 
     @property

@@ -216,18 +216,20 @@ class Closed(_message.Message):
     def __init__(self, attachment: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "epoch", "upstream", "ticket", "tenant")
+    __slots__ = ("session_id", "epoch", "upstream", "ticket", "tenant", "upstream_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     upstream: str
     ticket: bytes
     tenant: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+    upstream_id: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ..., tenant: _Optional[str] = ..., upstream_id: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("refused", "unreachable")
@@ -280,3 +282,77 @@ class DrafterDescription(_message.Message):
     drafters: int
     refusals: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ..., tier: _Optional[int] = ..., drafters: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GateUp(_message.Message):
+    __slots__ = ("drafter", "answer")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    drafter: GatedDrafter
+    answer: GateAnswer
+    def __init__(self, drafter: _Optional[_Union[GatedDrafter, _Mapping]] = ..., answer: _Optional[_Union[GateAnswer, _Mapping]] = ...) -> None: ...
+
+class GatedDrafter(_message.Message):
+    __slots__ = ("drafter_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "parameters", "trained_for", "zone", "protocol", "draining")
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FOR_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    model: str
+    tokenizer_digest: bytes
+    vocabulary: int
+    context: int
+    slots: int
+    sessions: int
+    parameters: int
+    trained_for: str
+    zone: str
+    protocol: int
+    draining: bool
+    def __init__(self, drafter_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., trained_for: _Optional[str] = ..., zone: _Optional[str] = ..., protocol: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class GateAnswer(_message.Message):
+    __slots__ = ("call", "attached", "detached", "error")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    attached: AttachResponse
+    detached: DetachResponse
+    error: _types_pb2.Error
+    def __init__(self, call: _Optional[int] = ..., attached: _Optional[_Union[AttachResponse, _Mapping]] = ..., detached: _Optional[_Union[DetachResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class GateDown(_message.Message):
+    __slots__ = ("welcome", "call", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: GateWelcome
+    call: GateCall
+    heartbeat: _types_pb2.Heartbeat
+    def __init__(self, welcome: _Optional[_Union[GateWelcome, _Mapping]] = ..., call: _Optional[_Union[GateCall, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class GateWelcome(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class GateCall(_message.Message):
+    __slots__ = ("call", "attach", "detach")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    attach: AttachRequest
+    detach: DetachRequest
+    def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ...) -> None: ...

@@ -264,3 +264,79 @@ class Drafter:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DrafterGateStub:
+    """Drafters that no router can reach: each opens a stream to a router, which calls it there.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Connect = channel.stream_stream(
+                '/outrider.v1.DrafterGate/Connect',
+                request_serializer=outrider_dot_v1_dot_drafter__pb2.GateUp.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_drafter__pb2.GateDown.FromString,
+                _registered_method=True)
+
+
+class DrafterGateServicer:
+    """Drafters that no router can reach: each opens a stream to a router, which calls it there.
+    """
+
+    def Connect(self, request_iterator, context):
+        """One stream a drafter: what it is and its answers up, calls down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DrafterGateServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Connect': grpc.stream_stream_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=outrider_dot_v1_dot_drafter__pb2.GateUp.FromString,
+                    response_serializer=outrider_dot_v1_dot_drafter__pb2.GateDown.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'outrider.v1.DrafterGate', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('outrider.v1.DrafterGate', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DrafterGate:
+    """Drafters that no router can reach: each opens a stream to a router, which calls it there.
+    """
+
+    @staticmethod
+    def Connect(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.DrafterGate/Connect',
+            outrider_dot_v1_dot_drafter__pb2.GateUp.SerializeToString,
+            outrider_dot_v1_dot_drafter__pb2.GateDown.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -284,3 +284,15 @@ class SignedTicket(_message.Message):
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("kind", "details", "field", "retry_after_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    details: str
+    field: str
+    retry_after_ms: int
+    def __init__(self, kind: _Optional[str] = ..., details: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...

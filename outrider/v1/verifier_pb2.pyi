@@ -193,20 +193,8 @@ class DecodeEnded(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     handle: int
     reason: _types_pb2.FinishReason
-    error: Error
-    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
-
-class Error(_message.Message):
-    __slots__ = ("kind", "details", "field", "retry_after_ms")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
-    FIELD_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    details: str
-    field: str
-    retry_after_ms: int
-    def __init__(self, kind: _Optional[str] = ..., details: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    error: _types_pb2.Error
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class VerifierDescription(_message.Message):
     __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "overlap_mode", "control", "treeless", "ranks")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import grpc.aio
-
-from outrider.rpc.status import from_rpc_error
+from outrider.errors import OutriderError
 from outrider.rpc.tracing import client_span
 from outrider.store.registry import Worker
-from outrider.telemetry.tracing import trace_metadata
 from outrider.wire import drafter as wire
 from outrider.wire.tickets import Permit, TicketSigner
 from router.drafters.obstacles import Obstacles
@@ -64,15 +61,14 @@ class AttachedDrafters(dict[str, DrafterPlacement]):
                 tenant=assignment.tenant,
                 epoch=assignment.epoch,
                 upstream=placed.upstream.address,
+                upstream_id=placed.upstream.worker_id,
                 ticket=self._ticket_signer.sign(permit),
             )
             with client_span("outrider.v1.Drafter/Attach"):
-                stub = wire.DrafterStub(self._worker_pool.channels.to(worker))
-                answer = await stub.Attach(request, timeout=RPC_TIMEOUT_S, metadata=trace_metadata())
+                answer = await self._worker_pool.drafter(worker).attach(request, RPC_TIMEOUT_S)
             self.obstacles.on_attached(placed, answer, self)
             return True
-        except grpc.aio.AioRpcError as error:
-            known = from_rpc_error(error)
+        except OutriderError as known:
             log.info("drafter %s cannot be attached: %s", worker.worker_id, known)
             self._worker_pool.on_failure(worker, known)
             self.obstacles.on_failed(placed, known)
@@ -87,8 +83,8 @@ class AttachedDrafters(dict[str, DrafterPlacement]):
         self.obstacles.forget(worker)
         request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
         try:
-            await wire.DrafterStub(self._worker_pool.channels.to(worker)).Detach(request, timeout=RPC_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.debug("drafter %s did not answer Detach: %s", worker.worker_id, from_rpc_error(error))
+            await self._worker_pool.drafter(worker).detach(request, RPC_TIMEOUT_S)
+        except OutriderError as error:
+            log.debug("drafter %s did not answer Detach: %s", worker.worker_id, error)
         finally:
             self._worker_pool.remove_session(worker)

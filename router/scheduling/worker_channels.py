@@ -1,17 +1,55 @@
-"""The channels to workers, by their ids: that of a dead process at an address would be in its backoff."""
+"""The channels to workers, by their ids: that of a dead process at an address would be in its backoff; and the calls of
+drafters.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Set
+from typing import Any, Protocol
 
 import grpc.aio
 
 from outrider.rpc.channels import open_channel
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Worker
+from outrider.telemetry.tracing import trace_metadata
+from outrider.wire import drafter as wire
 
 _RETIRED_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed
+
+
+class DrafterCalls(Protocol):
+    """A drafter, however it is reached. Methods raise the OutriderErrors of the drafter and of the way to it."""
+
+    async def attach(self, request: wire.AttachRequest, timeout_s: float) -> wire.AttachResponse:
+        """Attach a session. Repeating it changes nothing."""
+
+    async def detach(self, request: wire.DetachRequest, timeout_s: float) -> None:
+        """Detach a session."""
+
+
+class CalledDrafter:
+    """A drafter at an address."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = wire.DrafterStub(channel)
+
+    async def attach(self, request: wire.AttachRequest, timeout_s: float) -> wire.AttachResponse:
+        """See `DrafterCalls`."""
+        answer: wire.AttachResponse = await self._call(self._stub.Attach, request, timeout_s)
+        return answer
+
+    async def detach(self, request: wire.DetachRequest, timeout_s: float) -> None:
+        """See `DrafterCalls`."""
+        await self._call(self._stub.Detach, request, timeout_s)
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s, metadata=trace_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
 
 
 class WorkerChannels(dict[str, grpc.aio.Channel]):

@@ -20,8 +20,9 @@ from outrider.rpc.tls import Tls
 from outrider.store.compatibility import incompatibility, incompatible_drafters
 from outrider.store.registry import Registry, Role, Worker
 from router.requests.served_models import ServedModel
+from router.scheduling.gate import Gate
 from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
-from router.scheduling.worker_channels import WorkerChannels
+from router.scheduling.worker_channels import CalledDrafter, DrafterCalls, WorkerChannels
 
 _SUSPECTED_S = 5.0  # how long a worker that failed is the last choice
 LISTING_MAX_AGE_S = 0.25  # a list of drafters may be this old: sessions ask for it all the time
@@ -50,6 +51,7 @@ class WorkerPool:
         self._refresh_lock = asyncio.Lock()
         self._listing_changed = asyncio.Event()  # set, and replaced, when workers were added to the list or left it
         self.channels = WorkerChannels(tls)
+        self.gate = Gate()
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
         self._suspects: dict[str, float] = {}  # worker id -> end of the suspicion
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours at its refusal, and when
@@ -86,6 +88,10 @@ class WorkerPool:
             return drafters
         fitting = [drafter for drafter in drafters if self._fits(drafter, verifier, sampled)]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), in_other_zone(worker.zone, verifier.zone)))
+
+    def drafter(self, worker: Worker) -> DrafterCalls:
+        """Return a drafter to call: at its address, or at the gate."""
+        return self.gate.get(worker.worker_id) or CalledDrafter(self.channels.to(worker))
 
     def why_no_drafter(self, verifier: Worker, *, sampled: bool = False) -> SpeculationStatus:
         """Return why none of the listed drafters can draft for a verifier; of several reasons the one of the drafter
@@ -206,7 +212,8 @@ class WorkerPool:
             if self._seen_at < since:
                 began = time.monotonic()
                 try:
-                    workers = self._alive(self._speaking(await self._registry.workers()))
+                    reached = [worker for worker in await self._registry.workers() if not worker.gate]
+                    workers = self._alive(self._speaking(reached)) + [it.worker for it in self.gate.values()]
                 except OutriderError as error:
                     self._registry_error = error
                 else:

@@ -43,6 +43,9 @@ async def router(client: Client, admin: Client) -> None:
     await list_key(client, b"k" * 32, time.time())
     await _expired(admin)
     await Registry(client).workers()
+    gated = replace(DRAFTER, worker_id="gated-1", gate="router-1")
+    await Registry(client).announce(gated, ttl_s=5)
+    await Registry(client).withdraw(gated)
     await Keys(client).find((await Keys(admin).add("acme"))[0])
     adapters = NamedAdapters(client)
     for owner in ("", "acme", ALL):

@@ -50,6 +50,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("RW~outrider:idempotency:* RW~outrider:responses:*", "get set"),
         Grant("R~outrider:{workers}:*", "smembers mget"),
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # ids of entries that have expired
+        Grant("W~outrider:{workers}:drafter-id:* W~outrider:{workers}:drafter-ids", "set sadd del"),  # at its gate
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
         Grant("R~outrider:{keys}", "hget"),
         Grant("RW~outrider:{adapters}*", "hget hgetall hlen hset hdel"),

@@ -1,0 +1,117 @@
+"""The DrafterGate service: drafters that no router can reach dial in, are listed, and answer calls on their streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.core.session.protocol import SPOKEN
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.rpc import liveness
+from outrider.rpc.drafter_ids import is_drafter_id
+from outrider.rpc.lifecycle import task_group
+from outrider.rpc.status import errors_as_status
+from outrider.rpc.supervision import keep_running
+from outrider.store.registry import Registry, Worker
+from outrider.wire import drafter as wire
+from router.api.auth import caller_tenant
+from router.scheduling.gate import HEARTBEAT_S, Gate, GatedDrafter
+
+ENTRY_S = 3.0  # how long an entry in the registry counts
+MAX_NUMBER = 2**31 - 1  # of vocabulary, context and slots
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GateServicer:
+    """The DrafterGate service."""
+
+    def __init__(self, gate: Gate, registry: Registry, router_id: str) -> None:
+        self._gate = gate
+        self._registry = registry
+        self._router_id = router_id
+
+    def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server. Return its full name."""
+        name = wire.DESCRIPTOR.services_by_name["DrafterGate"].full_name
+        handler = grpc.stream_stream_rpc_method_handler(
+            self.Connect, wire.GateUp.FromString, wire.GateDown.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Connect": handler}),))
+        return name
+
+    async def Connect(self, requests: AsyncIterator[wire.GateUp], context: Context) -> None:
+        """Serve one drafter's stream for as long as it is open."""
+        async with (
+            errors_as_status(context),
+            aclosing(aiter(requests)) as messages,  # type: ignore[type-var]  # gRPC's are generators
+            aclosing(liveness.monitored(messages, "the drafter")) as frames,
+        ):
+            drafter = GatedDrafter(self._worker(await anext(frames, wire.GateUp())), caller_tenant())
+            with self._gate.holding(drafter):
+                async with task_group() as tasks:
+                    announcing = tasks.create_task(keep_running("gated drafter", partial(self._announce, drafter)))
+                    writing = tasks.create_task(_write(drafter.frames(self._router_id), context))
+                    async for frame in frames:
+                        if frame.WhichOneof("frame") == "answer":
+                            drafter.take(frame.answer)
+                        else:
+                            drafter.worker = self._same(self._worker(frame), drafter.worker)
+                    announcing.cancel()
+                    writing.cancel()
+
+    def _worker(self, frame: wire.GateUp) -> Worker:
+        """Return a drafter's entry for the registry. Raises InvalidRequest and Unavailable."""
+        it = frame.drafter
+        if not is_drafter_id(it.drafter_id):
+            raise InvalidRequest("drafter_id", "must be a name and eight hexadecimal digits, as drafter-0123abcd")
+        if not (0 < it.vocabulary <= MAX_NUMBER and 0 < it.context <= MAX_NUMBER and 0 < it.slots <= MAX_NUMBER):
+            raise InvalidRequest("drafter", "must have a vocabulary, a context and slots")
+        if it.protocol not in SPOKEN:
+            spoken = " or ".join(map(str, sorted(SPOKEN)))
+            raise Unavailable(f"the drafter speaks protocol {it.protocol}, and this router {spoken}; upgrade the older")
+        return Worker(
+            worker_id=it.drafter_id,
+            role="drafter",
+            address=f"through {self._router_id}",
+            model=it.model,
+            tokenizer_digest=it.tokenizer_digest,
+            vocabulary=it.vocabulary,
+            context=it.context,
+            slots=it.slots,
+            sessions=it.sessions,
+            parameters=it.parameters,
+            zone=it.zone,
+            draining=it.draining,
+            trained_for=it.trained_for,
+            draws=False,  # its word is all that there is for its distribution
+            gate=self._router_id,
+            protocol=it.protocol,
+        )
+
+    def _same(self, worker: Worker, before: Worker) -> Worker:
+        """Return what a drafter says of itself now. Raises InvalidRequest if it is another one."""
+        if replace(worker, sessions=0, draining=False) != replace(before, sessions=0, draining=False):
+            raise InvalidRequest("drafter", "has changed; open another stream")
+        return worker
+
+    async def _announce(self, drafter: GatedDrafter) -> None:
+        """Keep a drafter listed, for other routers' pages and `outrider top`."""
+        try:
+            while True:
+                await self._registry.announce(drafter.worker, ENTRY_S)
+                await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            await self._registry.withdraw(drafter.worker)
+
+
+async def _write(frames: AsyncIterator[wire.GateDown], context: Context) -> None:
+    async for frame in frames:
+        await context.write(frame)
