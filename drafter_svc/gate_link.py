@@ -14,7 +14,7 @@ import grpc.aio
 from drafter_svc.servicer import DrafterServicer
 from drafter_svc.upstreams.upstream import DRAFT, Route
 from outrider.client._connection import Access, resolve
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, Forbidden, OutriderError, Unauthenticated
 from outrider.rpc import liveness
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.channels import open_channel
@@ -52,7 +52,7 @@ class GateLink:
         servicer.way_to = self.way_to
 
     async def run(self) -> None:
-        """Dial, and again whenever the stream has ended, until cancelled."""
+        """Dial, and again whenever the stream has ended, until cancelled. Raises ConfigError where the key is refused."""
         backoff, said = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, steady_s=STEADY_S), ""
         while True:
             began = time.monotonic()
@@ -60,6 +60,8 @@ class GateLink:
                 await self._serve()
             except (grpc.aio.AioRpcError, OutriderError) as error:
                 known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                if isinstance(known, Forbidden | Unauthenticated):
+                    raise ConfigError(f"connect: {self._address}: {known}") from None
                 if str(known) != said:
                     log.warning("router %s: %s", self._address, known)
                 said = str(known)

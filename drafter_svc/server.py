@@ -107,8 +107,7 @@ async def _dial(router: str, servicer: DrafterServicer, announce: Callable[[str]
     try:
         async with supervising() as tasks:
             tasks.run_required("growth", servicer.scheduler.run)
-            tasks.keep_running("gate", link.run)
-            await asyncio.Event().wait()
+            await link.run()
     finally:
         servicer.begin_drain()
         await servicer.upstreams.close()

@@ -15,7 +15,7 @@ import secrets
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from outrider.errors import InvalidRequest, NotFound, Unauthenticated
 from outrider.limits.concurrency_limit import ConcurrencyLimit
@@ -30,6 +30,8 @@ MAX_CACHED = 4096
 MAX_LOOKUPS = 256  # of unknown keys at the same time
 ID_CHARACTERS = 12
 
+KeyRole = Literal["caller", "drafter"]
+
 _KEYS = "outrider:{keys}"
 
 
@@ -42,6 +44,7 @@ class ApiKey:
     name: str
     created: float  # seconds since 1970, by Redis' clock, as all times here
     expires: float | None  # None: does not expire
+    role: KeyRole = "caller"  # what it opens: a router's calls, or its gate for drafters
 
     def expired(self, now: float) -> bool:
         """Return whether the key has expired."""
@@ -58,7 +61,9 @@ class Keys:
         self._known: dict[str, tuple[ApiKey, float]] = {}  # by hash: the key, and the end of its cache entry
         self._lookups = ConcurrencyLimit("too many unknown keys are looked up now; try again", MAX_LOOKUPS)
 
-    async def add(self, tenant: str, name: str = "", *, valid_s: float | None = None) -> tuple[str, ApiKey]:
+    async def add(
+        self, tenant: str, name: str = "", *, valid_s: float | None = None, role: KeyRole = "caller"
+    ) -> tuple[str, ApiKey]:
         """Create a key for a tenant. Return the secret, which cannot be recovered later, and the stored description.
 
         Raises InvalidRequest for an invalid tenant name.
@@ -69,7 +74,7 @@ class Keys:
         await self.clock.read(self._redis)
         secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), self.clock.now()
         digest = secret_digest(secret)
-        key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s)
+        key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s, role)
         with redis_errors(self._redis):
             await self._redis.hset(_KEYS, digest, json.dumps(asdict(key)))
         return secret, key
@@ -130,4 +135,5 @@ def load_key(blob: bytes) -> ApiKey:
             str(values["name"]),
             float(values["created"]),
             None if expires is None else float(expires),
+            "drafter" if values.get("role") == "drafter" else "caller",  # an older version has none
         )

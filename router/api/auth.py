@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
-from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
+from outrider.errors import DeadlineExceeded, Forbidden, InvalidRequest, Overloaded, Unauthenticated
 from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.limits.rate_limits import CHECKING, CallRates, address_of
 from outrider.limits.slow_refusals import SlowRefusals
@@ -28,6 +28,7 @@ REFLECTION_S = 10.0  # time that one may take
 MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sampling may list
 MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
+DRAFTERS_METHODS = {"/outrider.v1.DrafterGate/Connect", "/outrider.v1.TreeSink/Draft"}
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
 _LONG = {  # methods whose messages have texts
     "/outrider.v1.Inference/Generate": wire.GenerateRequest.DESCRIPTOR,
@@ -42,9 +43,9 @@ _TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 class Authenticator:
     """Maps a call to its tenant. This one allows every caller, and all are one tenant."""
 
-    async def tenant(self, context: Context) -> str:
-        """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Unavailable without
-        Redis."""
+    async def tenant(self, context: Context, method: str) -> str:
+        """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Forbidden for a key
+        that does not open this method, Unavailable without Redis."""
         return ""
 
 
@@ -54,7 +55,7 @@ class ApiKeyAuthenticator(Authenticator):
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
 
-    async def tenant(self, context: Context) -> str:
+    async def tenant(self, context: Context, method: str) -> str:
         credentials = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         if (
             len(credentials) != 1
@@ -65,7 +66,13 @@ class ApiKeyAuthenticator(Authenticator):
                 "an API key is needed: set OUTRIDER_API_KEY, or send the metadata `authorization: Bearer KEY`; "
                 "`outrider keys add` makes one"
             )
-        return (await self._keys.find(credentials[0][len(_SCHEME) :])).tenant
+        key = await self._keys.find(credentials[0][len(_SCHEME) :])
+        needed = "drafter" if method in DRAFTERS_METHODS else "caller"
+        if key.role != needed:
+            raise Forbidden(
+                f"this API key is for a {key.role}; `outrider keys add {key.tenant} --role {needed}` makes one for this"
+            )
+        return key.tenant
 
 
 class JudgedByKey(JudgedCalls):
@@ -106,8 +113,8 @@ class JudgedByKey(JudgedCalls):
         """
         try:
             self._rates.count_address(context.peer())
-            return await self._authenticator.tenant(context)
-        except (Overloaded, Unauthenticated):
+            return await self._authenticator.tenant(context, method)
+        except (Forbidden, Overloaded, Unauthenticated):
             if method.rpartition("/")[2] not in CHECKING:
                 await self._strangers.hold(address_of(context.peer()))
             raise

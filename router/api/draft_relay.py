@@ -19,6 +19,7 @@ from outrider.store.registry import Worker
 from outrider.wire import drafter as wire
 from outrider.wire.message_bounds import BEFORE_A_TICKET, decode
 from router.api.auth import caller_tenant
+from router.scheduling.gate import GatedDrafter
 from router.scheduling.workers import WorkerPool
 
 MAX_STREAMS = 64  # of one drafter: one to each verifier
@@ -50,7 +51,8 @@ class DraftRelay:
             aclosing(liveness.monitored(messages, "the drafter")) as frames,
         ):
             first = await anext(frames, b"")
-            drafter_id, verifier = self._hello(first), self._upstream(context)
+            drafter, verifier = self._hello(first), self._upstream(context)
+            drafter_id = drafter.worker.worker_id
             if self._streams[drafter_id] >= MAX_STREAMS:
                 raise Overloaded(f"{MAX_STREAMS} streams of drafter {drafter_id} are relayed already")
             self._streams[drafter_id] += 1
@@ -58,10 +60,11 @@ class DraftRelay:
             try:
                 await call.write(first)
                 async with task_group() as tasks:
-                    down = tasks.create_task(_down(call, context))
+                    down, gone = tasks.create_task(_down(call, context)), tasks.create_task(_until_gone(drafter))
                     async for frame in frames:
                         await call.write(frame)
                     down.cancel()
+                    gone.cancel()
             except asyncio.InvalidStateError:
                 raise Unavailable("the upstream has ended the stream") from None
             except grpc.aio.AioRpcError as error:
@@ -71,8 +74,8 @@ class DraftRelay:
                 self._streams[drafter_id] -= 1
                 self._streams = +self._streams
 
-    def _hello(self, frame: bytes) -> str:
-        """Return the id of the drafter that opens a stream. Raises InvalidRequest and Forbidden."""
+    def _hello(self, frame: bytes) -> GatedDrafter:
+        """Return the drafter that opens a stream. Raises InvalidRequest and Forbidden."""
         message = decode(wire.DraftUp, BEFORE_A_TICKET, frame)
         if message.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
@@ -80,7 +83,7 @@ class DraftRelay:
         drafter = self._worker_pool.gate.get(drafter_id)
         if drafter is None or drafter.tenant != caller_tenant():
             raise Forbidden(f"drafter_id: {drafter_id[:80]!r} has not dialed this router")
-        return drafter_id
+        return drafter
 
     def _upstream(self, context: Context) -> Worker:
         """Return the verifier that a stream is for. Raises NotFound."""
@@ -89,6 +92,12 @@ class DraftRelay:
             if worker.worker_id == wanted and worker.role == "verifier":
                 return worker
         raise NotFound(f"upstream {wanted!r:.80}: there is no such verifier any more")
+
+
+async def _until_gone(drafter: GatedDrafter) -> None:
+    """Raise Unavailable when a drafter's own stream has ended."""
+    await drafter.gone.wait()
+    raise Unavailable("the drafter has left the gate")
 
 
 async def _down(call: Any, context: Context) -> None:

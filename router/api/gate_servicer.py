@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,11 @@ from outrider.rpc.status import errors_as_status
 from outrider.rpc.supervision import keep_running
 from outrider.store.registry import Registry, Worker
 from outrider.wire import drafter as wire
-from router.api.auth import caller_tenant
+from router.api.auth import Authenticator, caller_tenant
 from router.scheduling.gate import HEARTBEAT_S, Gate, GatedDrafter
 
+CONNECT = "/outrider.v1.DrafterGate/Connect"
+JUDGED_S = 2.0  # between two looks at a drafter's key
 ENTRY_S = 3.0  # how long an entry in the registry counts
 MAX_NUMBER = 2**31 - 1  # of vocabulary, context and slots
 
@@ -33,8 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GateServicer:
     """The DrafterGate service."""
 
-    def __init__(self, gate: Gate, registry: Registry, router_id: str) -> None:
+    def __init__(self, gate: Gate, registry: Registry, router_id: str, authenticator: Authenticator) -> None:
         self._gate = gate
+        self._authenticator = authenticator
         self._registry = registry
         self._router_id = router_id
 
@@ -58,14 +61,15 @@ class GateServicer:
             with self._gate.holding(drafter):
                 async with task_group() as tasks:
                     announcing = tasks.create_task(keep_running("gated drafter", partial(self._announce, drafter)))
+                    judging = tasks.create_task(self._judge(context))
                     writing = tasks.create_task(_write(drafter.frames(self._router_id), context))
                     async for frame in frames:
                         if frame.WhichOneof("frame") == "answer":
                             drafter.take(frame.answer)
                         else:
                             drafter.worker = self._same(self._worker(frame), drafter.worker)
-                    announcing.cancel()
-                    writing.cancel()
+                    for task in (announcing, judging, writing):
+                        task.cancel()
 
     def _worker(self, frame: wire.GateUp) -> Worker:
         """Return a drafter's entry for the registry. Raises InvalidRequest and Unavailable."""
@@ -101,6 +105,13 @@ class GateServicer:
         if replace(worker, sessions=0, draining=False) != replace(before, sessions=0, draining=False):
             raise InvalidRequest("drafter", "has changed; open another stream")
         return worker
+
+    async def _judge(self, context: Context) -> None:
+        """Raise as the authenticator does, once a drafter's key is not good any more."""
+        while True:
+            await asyncio.sleep(JUDGED_S)
+            with suppress(Unavailable):  # of Redis
+                await self._authenticator.tenant(context, CONNECT)
 
     async def _announce(self, drafter: GatedDrafter) -> None:
         """Keep a drafter listed, for other routers' pages and `outrider top`."""

@@ -24,6 +24,7 @@ class GatedDrafter:
     def __init__(self, worker: Worker, tenant: str) -> None:
         self.worker = worker
         self.tenant = tenant  # whose key it has
+        self.gone = asyncio.Event()  # its stream has ended
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[wire.GateAnswer]] = {}
         self._down: asyncio.Queue[wire.GateDown] = asyncio.Queue(2 * MAX_CALLS)
@@ -89,5 +90,6 @@ class Gate(dict[str, GatedDrafter]):
         try:
             yield
         finally:
+            drafter.gone.set()
             if self.get(drafter_id) is drafter:
                 del self[drafter_id]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.errors import ConfigError, Forbidden
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process
+from outrider.rpc.lifecycle import USER_ERROR_STATUS
+from outrider.store.api_keys import Keys
+from outrider.store.redis.client import connect
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,11 +36,22 @@ async def cluster(**routing: Any) -> AsyncIterator[LocalCluster]:
         yield running
 
 
+class Laptop(Process):
+    """A drafter whose user has an API key."""
+
+    def __init__(self, config: DrafterConfig, key: str) -> None:
+        super().__init__("drafter", "laptop", config, lambda name, line: print(name, line))
+        self._key = key
+
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        return await super()._run(arguments, {**environment, "OUTRIDER_API_KEY": self._key})
+
+
 @asynccontextmanager
-async def dialed(router: str, **changes: Any) -> AsyncIterator[Process]:
+async def dialed(router: str, key: str = "", **changes: Any) -> AsyncIterator[Process]:
     """A drafter that has dialed a router."""
     config = DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=4, connect=router, **changes)
-    drafter = Process("drafter", "laptop", config, lambda name, line: print(name, line))
+    drafter = Laptop(config, key)
     try:
         await drafter.start("")
         yield drafter
@@ -98,3 +113,27 @@ async def test_a_drafter_dials_again_when_its_router_is_back(prompts: list[str])
             await router.start(running.redis_url)
             async with AsyncClient(router.address) as client:
                 assert await drafted(client, prompts[1])
+
+
+async def test_a_router_with_keys_lets_in_drafters_with_keys_for_that_alone(prompts: list[str]) -> None:
+    async with cluster(auth="keys") as running:
+        router = running.router_address
+        async with aclosing(connect(running.redis_url_of("keys"))) as redis:
+            keys = Keys(redis)
+            (caller, _), (drafter, revoked) = await keys.add("acme"), await keys.add("acme", role="drafter")
+            for wrong in ("", caller, "outrider_unknown"):
+                with pytest.raises(ConfigError, match=r"API key") as refused:
+                    async with dialed(router, key=wrong):
+                        pass
+                assert "laptop" in str(refused.value)
+            async with AsyncClient(router, api_key=drafter, tls=False) as client:
+                with pytest.raises(Forbidden, match="this API key is for a drafter"):
+                    await client.generate(prompts[0])
+            async with (
+                AsyncClient(router, api_key=caller, tls=False) as client,
+                dialed(router, key=drafter) as laptop,
+            ):
+                assert await drafted(client, prompts[0])
+                await keys.revoke(revoked.key_id)
+                assert await laptop.wait() == USER_ERROR_STATUS
+                assert [model.drafters for model in await client.models()] == [0]

@@ -132,7 +132,7 @@ class Known(api_keys.Keys):
 def called(metadata: Any) -> None:
     """Runs the coroutine, which waits for nothing."""
     try:
-        ApiKeyAuthenticator(Known()).tenant(Peer(metadata)).send(None)  # type: ignore[arg-type]
+        ApiKeyAuthenticator(Known()).tenant(Peer(metadata), "").send(None)  # type: ignore[arg-type]
     except StopIteration:
         raise AssertionError("a caller without a key was let in") from None
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -29,10 +29,13 @@ def add(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to; tenants cannot see each other.")],
     name: Annotated[str, typer.Option(help="Purpose of the key, to distinguish it from others.")] = "",
     days: Annotated[float | None, typer.Option(help="Days until the key expires. [default: never]")] = None,
+    role: Annotated[
+        Literal["caller", "drafter"], typer.Option(help="What it opens: calls, or the gate for drafters that dial.")
+    ] = "caller",
 ) -> None:
     """Create a key and print it on stdout, only this once; the stored record follows on stderr."""
     valid_s = None if days is None else days * DAY_S
-    (secret, key), now = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s))
+    (secret, key), now = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s, role=role))
     print(secret)
     print(f"outrider: {_line(key, now)}; nobody can show it again", file=sys.stderr)
 
@@ -71,7 +74,8 @@ def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> tu
 
 def _line(key: ApiKey, now: float) -> str:
     ends = "" if key.expires is None else f", {'expired' if key.expired(now) else 'expires'} {_day(key.expires)}"
-    return f"{key.key_id}  {key.tenant}{key.name and f'  {key.name}'}  made {_day(key.created)}{ends}"
+    kind = "" if key.role == "caller" else f"  {key.role}"
+    return f"{key.key_id}  {key.tenant}{key.name and f'  {key.name}'}{kind}  made {_day(key.created)}{ends}"
 
 
 def _day(seconds: float) -> str:
