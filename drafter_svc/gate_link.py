@@ -52,7 +52,7 @@ class GateLink:
         servicer.way_to = self.way_to
 
     async def run(self) -> None:
-        """Dial, and again whenever the stream has ended, until cancelled. Raises ConfigError where the key is refused."""
+        """Dial, and again whenever the stream has ended, until cancelled. Raises ConfigError for a refused key."""
         backoff, said = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, steady_s=STEADY_S), ""
         while True:
             began = time.monotonic()

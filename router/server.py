@@ -25,6 +25,7 @@ from outrider.store.registry import Registry
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
 from outrider.store.tenant_storage import TenantStorage
+from outrider.store.text_readers import TextReaders
 from outrider.store.tickets import list_key
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
@@ -87,7 +88,7 @@ async def _serve(
             "listen on 127.0.0.1 behind something that speaks TLS",
             config.listen,
         )
-    worker_pool = WorkerPool(Registry(client), config.zone, tls)
+    worker_pool = WorkerPool(Registry(client), config.zone, tls, TextReaders(client))
     background = BackgroundTasks()
     admission = Admission(config, worker_pool.capacity)
     storage = TenantStorage(

@@ -249,7 +249,7 @@ class DrafterSet:
         """Return the drafters that can draft for the session, best choice first."""
         assignment = self._assignment
         return await self._worker_pool.drafters(
-            assignment.tokenizer_digest, assignment.upstream, sampled=assignment.single
+            assignment.tokenizer_digest, assignment.upstream, sampled=assignment.single, tenant=assignment.tenant
         )
 
     async def _review(self) -> None:

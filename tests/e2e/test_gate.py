@@ -19,6 +19,7 @@ from outrider.fleet.process import Process
 from outrider.rpc.lifecycle import USER_ERROR_STATUS
 from outrider.store.api_keys import Keys
 from outrider.store.redis.client import connect
+from outrider.store.text_readers import CACHE_S, TextReaders
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -137,3 +138,26 @@ async def test_a_router_with_keys_lets_in_drafters_with_keys_for_that_alone(prom
                 await keys.revoke(revoked.key_id)
                 assert await laptop.wait() == USER_ERROR_STATUS
                 assert [model.drafters for model in await client.models()] == [0]
+
+
+async def test_a_tenants_texts_are_for_its_own_drafters_the_clusters_or_all(prompts: list[str]) -> None:
+    async with cluster(auth="keys") as running, aclosing(connect(running.redis_url_of("keys"))) as redis:
+        keys, readers, router = Keys(redis), TextReaders(redis), running.router_address
+        (of_acme, _), (of_other, _), (drafter, _) = [
+            await keys.add("acme"),
+            await keys.add("other"),
+            await keys.add("other", role="drafter"),
+        ]
+        async with (
+            dialed(router, key=drafter),
+            AsyncClient(router, api_key=of_acme, tls=False) as acme,
+            AsyncClient(router, api_key=of_other, tls=False) as other,
+        ):
+            assert await drafted(other, prompts[0])
+            assert not await drafted(acme, prompts[1], attempts=3)
+            await readers.set("acme", "any")
+            await asyncio.sleep(CACHE_S)
+            assert await drafted(acme, prompts[2])
+            await readers.set("other", "own")
+            await asyncio.sleep(CACHE_S)
+            assert await drafted(other, prompts[3])

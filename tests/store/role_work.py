@@ -25,6 +25,7 @@ from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn
 from outrider.store.tenant_storage import TenantStorage
+from outrider.store.text_readers import TextReaders
 from outrider.store.tickets import list_key, listed_keys
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.store.versions import Version, Versions
@@ -47,6 +48,7 @@ async def router(client: Client, admin: Client) -> None:
     await Registry(client).announce(gated, ttl_s=5)
     await Registry(client).withdraw(gated)
     await Keys(client).find((await Keys(admin).add("acme"))[0])
+    assert await TextReaders(client).of("acme") == "cluster"
     adapters = NamedAdapters(client)
     for owner in ("", "acme", ALL):
         await adapters.add(owner, ADAPTER)
@@ -149,6 +151,7 @@ async def keys(client: Client, admin: Client) -> None:
     assert await store.find(secret) == key
     assert key in await store.listed()
     await store.revoke(key.key_id)
+    await TextReaders(client).set("other", "any")
 
 
 WORK: dict[AclRole, Callable[[Client, Client], Awaitable[None]]] = {

@@ -15,6 +15,7 @@ from outrider.cli.command import Redis, reported
 
 if TYPE_CHECKING:
     from outrider.store.api_keys import ApiKey, Keys
+    from outrider.store.redis.client import Client
 
 ResultT = TypeVar("ResultT")
 
@@ -49,6 +50,22 @@ def list_(redis: Redis) -> None:
 
 
 @keys.command()
+def readers(
+    redis: Redis,
+    tenant: Annotated[str, typer.Argument(help="Tenant whose texts these are.")],
+    whose: Annotated[
+        Literal["own", "cluster", "any"],
+        typer.Argument(help="own: drafters with its keys; cluster: also the cluster's own; any: other tenants', too."),
+    ],
+) -> None:
+    """Say whose drafters may read a tenant's texts; without this the cluster's own and the tenant's."""
+    from outrider.store.text_readers import TextReaders
+
+    _with_redis(redis, lambda client: TextReaders(client).set(tenant, whose))
+    print(f"outrider: texts of {tenant} are for drafters of: {whose}")
+
+
+@keys.command()
 def revoke(
     redis: Redis, key_id: Annotated[str, typer.Argument(help="Id of the key, from `outrider keys list`.")]
 ) -> None:
@@ -60,13 +77,23 @@ def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> tu
     """Run `work` on the key store and return its result, and Redis' time. Errors are reported as those of commands
     are."""
 
-    async def run() -> tuple[ResultT, float]:
+    async def run(client: Client) -> tuple[ResultT, float]:
         from outrider.store.api_keys import Keys
+
+        store = Keys(client)
+        return await work(store), store.clock.now()
+
+    return _with_redis(redis_url, run)
+
+
+def _with_redis(redis_url: str, work: Callable[[Client], Awaitable[ResultT]]) -> ResultT:
+    """Run `work` on Redis and return its result. Errors are reported as those of commands are."""
+
+    async def run() -> ResultT:
         from outrider.store.redis.client import connect
 
         async with aclosing(connect(redis_url)) as client:
-            store = Keys(client)
-            return await work(store), store.clock.now()
+            return await work(client)
 
     with reported():
         return asyncio.run(run())

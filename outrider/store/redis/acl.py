@@ -52,7 +52,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # ids of entries that have expired
         Grant("W~outrider:{workers}:drafter-id:* W~outrider:{workers}:drafter-ids", "set sadd del"),  # at its gate
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
-        Grant("R~outrider:{keys}", "hget"),
+        Grant("R~outrider:{keys} R~outrider:{keys}:readers", "hget"),
         Grant("RW~outrider:{adapters}*", "hget hgetall hlen hset hdel"),
         Grant(
             "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes RW~outrider:{usage:*}:claims",
@@ -82,7 +82,11 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("R~outrider:{workers}:*", "smembers mget"),
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),
     ),
-    "keys": (Grant("RW~outrider:{keys}", "hset hget hgetall hdel"), _TIME),  # `outrider keys`
+    "keys": (  # `outrider keys`
+        Grant("RW~outrider:{keys}", "hset hget hgetall hdel"),
+        Grant("W~outrider:{keys}:readers", "hset"),
+        _TIME,
+    ),
 }
 
 

@@ -12,6 +12,7 @@ KEYS = {
     "outrider:{workers}:drafter-ids": "the ids of drafters; with each announcement",
     "outrider:{tickets}:keys": "routers' public keys; at a router's start, and again before they expire",
     "outrider:{keys}": "hashes of API keys; by `outrider keys`",
+    "outrider:{keys}:readers": "whose drafters may read tenants' texts; written by `outrider keys readers`",
     "outrider:{adapters}*": "adapters by name; when one is loaded or unloaded",
     "outrider:{usage:*}:ends": "when a tenant's sessions expire; with each turn",
     "outrider:{usage:*}:bytes": "what a tenant's sessions take; with each turn",
