@@ -48,8 +48,11 @@ class FaultProxy:
         jitter_s: float = 0.0,
         bytes_per_s: float | None = None,
         seed: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
+        """`host`: the address of this machine on which clients reach it."""
         self.target = target
+        self._host = host
         self.delay_s = delay_s
         self.jitter_s = jitter_s
         self.bytes_per_s = bytes_per_s
@@ -140,7 +143,7 @@ class FaultProxy:
             self.bytes_down += size
 
     async def __aenter__(self) -> Self:
-        self._port = _bound("127.0.0.1", 0)
+        self._port = _bound(self._host, 0)
         self.accept()
         return self
 

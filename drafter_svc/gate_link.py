@@ -41,7 +41,7 @@ class GateLink:
     def __init__(self, address: str, servicer: DrafterServicer, on_listed: Callable[[str], None]) -> None:
         """`on_listed` gets the router's address when it first lists the drafter. Raises ConfigError."""
         connection = resolve(address)
-        self._address = connection.address
+        self.address = connection.address
         self._access = Access.of(connection)
         self._servicer = servicer
         self._on_listed: Callable[[str], None] | None = on_listed
@@ -50,6 +50,9 @@ class GateLink:
         self._probing: dict[str, float] = {}  # when the last probe of one began
         self._probes: set[asyncio.Task[None]] = set()
         servicer.way_to = self.way_to
+        self.round_trip_s = 0.0  # to the router, at the last answer
+        self.cluster_tokens_per_s = 0.0
+        self.open = False  # whether the router lists this drafter now
 
     async def run(self) -> None:
         """Dial, and again whenever the stream has ended, until cancelled. Raises ConfigError for a refused key."""
@@ -61,35 +64,40 @@ class GateLink:
             except (grpc.aio.AioRpcError, OutriderError) as error:
                 known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
                 if isinstance(known, Forbidden | Unauthenticated):
-                    raise ConfigError(f"connect: {self._address}: {known}") from None
+                    raise ConfigError(f"connect: {self.address}: {known}") from None
                 if str(known) != said:
-                    log.warning("router %s: %s", self._address, known)
+                    log.warning("router %s: %s", self.address, known)
                 said = str(known)
             backoff.ended_after(time.monotonic() - began)
             await backoff.wait()
 
     async def _serve(self) -> None:
-        async with open_channel(self._address, self._access.tls, self._access.server_name) as channel:
+        async with open_channel(self.address, self._access.tls, self._access.server_name) as channel:
             call = channel.stream_stream(CONNECT, wire.GateUp.SerializeToString, wire.GateDown.FromString)(
                 None, metadata=self._access.metadata
             )
             try:
                 async with task_group() as tasks:  # when writing fails, reading must end
                     writing = tasks.create_task(self._write(call))
-                    async for frame in liveness.monitored(aiter(call), f"router {self._address}"):
+                    async for frame in liveness.monitored(aiter(call), f"router {self.address}"):
                         kind = frame.WhichOneof("frame")
                         if kind == "welcome":
                             self._listed()
+                        elif kind == "status":
+                            self.round_trip_s = time.monotonic() - frame.status.sent_us / 1e6
+                            self.cluster_tokens_per_s = frame.status.tokens_per_ks / 1000
                         elif kind == "call":
                             await self._up.put(wire.GateUp(answer=self._answer(frame.call)))
                     writing.cancel()
             finally:
+                self.open = False
                 call.cancel()
 
     def _listed(self) -> None:
-        log.info("listed by router %s", self._address)
+        self.open = True
+        log.info("listed by router %s", self.address)
         if self._on_listed is not None:
-            self._on_listed(self._address)
+            self._on_listed(self.address)
             self._on_listed = None
 
     async def _write(self, call: Any) -> None:
@@ -121,6 +129,7 @@ class GateLink:
                 zone=worker.zone,
                 protocol=worker.protocol,
                 draining=worker.draining,
+                sent_us=int(1e6 * time.monotonic()),
             )
         )
 
@@ -143,8 +152,13 @@ class GateLink:
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
         metadata = (*self._access.metadata, (UPSTREAM_KEY, upstream))
-        route = Route(self._address, self._access.tls, self._access.server_name, metadata)
-        return f"{upstream} through {self._address}", route
+        route = Route(self.address, self._access.tls, self._access.server_name, metadata)
+        return f"{upstream} through {self.address}", route
+
+    @property
+    def relayed(self) -> bool:
+        """Whether a stream to a verifier goes through the router."""
+        return any(it.attachments and it.route is not None for it in self._servicer.upstreams.upstreams.values())
 
     async def _probe(self, address: str, upstream_id: str) -> None:
         """Find out whether an upstream answers at its address, and is the one that it should be."""

@@ -10,6 +10,7 @@ from functools import partial
 import grpc.aio
 
 from drafter_svc.gate_link import GateLink
+from drafter_svc.live_line import LiveLine
 from drafter_svc.loading import check_settings, hot_reload, with_model, without_model
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.servicer import DrafterServicer
@@ -107,6 +108,7 @@ async def _dial(router: str, servicer: DrafterServicer, announce: Callable[[str]
     try:
         async with supervising() as tasks:
             tasks.run_required("growth", servicer.scheduler.run)
+            tasks.keep_running("live line", LiveLine(link, servicer.scheduler).run)
             await link.run()
     finally:
         servicer.begin_drain()

@@ -132,7 +132,7 @@ async def _serve(
     register_metric("outrider.clock.skew", clock.skew_s)
 
     def register(server: grpc.aio.Server) -> list[str]:
-        gate = GateServicer(worker_pool.gate, Registry(client), router.store.router_id, authenticator)
+        gate = GateServicer(worker_pool, Registry(client), router.store.router_id, authenticator)
         relay = DraftRelay(worker_pool)
         return [inference.register(service, server), gate.register(server), relay.register(server)]
 

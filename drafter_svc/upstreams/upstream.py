@@ -116,7 +116,7 @@ class Upstream:
     ) -> None:
         """`route`: the way there, of an address that is none; None: the address itself."""
         self.address = address
-        self._route = route
+        self.route = route
         self.attachments: dict[str, Attachment] = {}
         self.refusals = Refusals()
         self._hello = hello
@@ -213,7 +213,7 @@ class Upstream:
     async def _run(self) -> None:
         reachable = True
         self._tls = self._tls and self._tls.renewed()
-        way = self._route or Route(self.address, self._tls, SERVER, ())
+        way = self.route or Route(self.address, self._tls, SERVER, ())
         async with open_channel(way.address, way.tls, way.server_name) as channel:
             while True:
                 await self._wanted.wait()
@@ -237,7 +237,7 @@ class Upstream:
         for attachment in self.attachments.values():
             self._subscribe(attachment)
         decoded = partial(decode, wire.DraftDown, LONG)
-        metadata = self._route.metadata if self._route else None
+        metadata = self.route.metadata if self.route else None
         call = channel.stream_stream(DRAFT, wire.DraftUp.SerializeToString, decoded)(None, metadata=metadata)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end

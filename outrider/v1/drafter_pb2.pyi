@@ -292,7 +292,7 @@ class GateUp(_message.Message):
     def __init__(self, drafter: _Optional[_Union[GatedDrafter, _Mapping]] = ..., answer: _Optional[_Union[GateAnswer, _Mapping]] = ...) -> None: ...
 
 class GatedDrafter(_message.Message):
-    __slots__ = ("drafter_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "parameters", "trained_for", "zone", "protocol", "draining")
+    __slots__ = ("drafter_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "parameters", "trained_for", "zone", "protocol", "draining", "sent_us")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class GatedDrafter(_message.Message):
     ZONE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     model: str
     tokenizer_digest: bytes
@@ -317,7 +318,8 @@ class GatedDrafter(_message.Message):
     zone: str
     protocol: int
     draining: bool
-    def __init__(self, drafter_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., trained_for: _Optional[str] = ..., zone: _Optional[str] = ..., protocol: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    sent_us: int
+    def __init__(self, drafter_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., trained_for: _Optional[str] = ..., zone: _Optional[str] = ..., protocol: _Optional[int] = ..., draining: _Optional[bool] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class GateAnswer(_message.Message):
     __slots__ = ("call", "attached", "detached", "error")
@@ -332,20 +334,28 @@ class GateAnswer(_message.Message):
     def __init__(self, call: _Optional[int] = ..., attached: _Optional[_Union[AttachResponse, _Mapping]] = ..., detached: _Optional[_Union[DetachResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class GateDown(_message.Message):
-    __slots__ = ("welcome", "call", "heartbeat")
+    __slots__ = ("welcome", "call", "status")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
     welcome: GateWelcome
     call: GateCall
-    heartbeat: _types_pb2.Heartbeat
-    def __init__(self, welcome: _Optional[_Union[GateWelcome, _Mapping]] = ..., call: _Optional[_Union[GateCall, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    status: GateStatus
+    def __init__(self, welcome: _Optional[_Union[GateWelcome, _Mapping]] = ..., call: _Optional[_Union[GateCall, _Mapping]] = ..., status: _Optional[_Union[GateStatus, _Mapping]] = ...) -> None: ...
 
 class GateWelcome(_message.Message):
     __slots__ = ("router_id",)
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class GateStatus(_message.Message):
+    __slots__ = ("sent_us", "tokens_per_ks")
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_KS_FIELD_NUMBER: _ClassVar[int]
+    sent_us: int
+    tokens_per_ks: int
+    def __init__(self, sent_us: _Optional[int] = ..., tokens_per_ks: _Optional[int] = ...) -> None: ...
 
 class GateCall(_message.Message):
     __slots__ = ("call", "attach", "detach")

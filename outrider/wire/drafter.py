@@ -38,6 +38,7 @@ DrafterStub = drafter_pb2_grpc.DrafterStub
 GateAnswer = pb.GateAnswer
 GateCall = pb.GateCall
 GateDown = pb.GateDown
+GateStatus = pb.GateStatus
 GateUp = pb.GateUp
 GateWelcome = pb.GateWelcome
 GatedDrafter = pb.GatedDrafter

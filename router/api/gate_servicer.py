@@ -22,10 +22,12 @@ from outrider.rpc.supervision import keep_running
 from outrider.store.registry import Registry, Worker
 from outrider.wire import drafter as wire
 from router.api.auth import Authenticator, caller_tenant
-from router.scheduling.gate import HEARTBEAT_S, Gate, GatedDrafter
+from router.scheduling.gate import GatedDrafter
+from router.scheduling.workers import WorkerPool
 
 CONNECT = "/outrider.v1.DrafterGate/Connect"
 JUDGED_S = 2.0  # between two looks at a drafter's key
+HEARTBEAT_S = 1.0
 ENTRY_S = 3.0  # how long an entry in the registry counts
 MAX_NUMBER = 2**31 - 1  # of vocabulary, context and slots
 
@@ -35,8 +37,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GateServicer:
     """The DrafterGate service."""
 
-    def __init__(self, gate: Gate, registry: Registry, router_id: str, authenticator: Authenticator) -> None:
-        self._gate = gate
+    def __init__(
+        self, worker_pool: WorkerPool, registry: Registry, router_id: str, authenticator: Authenticator
+    ) -> None:
+        self._worker_pool = worker_pool
         self._authenticator = authenticator
         self._registry = registry
         self._router_id = router_id
@@ -58,7 +62,7 @@ class GateServicer:
             aclosing(liveness.monitored(messages, "the drafter")) as frames,
         ):
             drafter = GatedDrafter(self._worker(await anext(frames, wire.GateUp())), caller_tenant())
-            with self._gate.holding(drafter):
+            with self._worker_pool.gate.holding(drafter):
                 async with task_group() as tasks:
                     announcing = tasks.create_task(keep_running("gated drafter", partial(self._announce, drafter)))
                     judging = tasks.create_task(self._judge(context))
@@ -68,6 +72,7 @@ class GateServicer:
                             drafter.take(frame.answer)
                         else:
                             drafter.worker = self._same(self._worker(frame), drafter.worker)
+                            drafter.heard(frame.drafter.sent_us, self._tokens_per_s(drafter.worker))
                     for task in (announcing, judging, writing):
                         task.cancel()
 
@@ -105,6 +110,11 @@ class GateServicer:
         if replace(worker, sessions=0, draining=False) != replace(before, sessions=0, draining=False):
             raise InvalidRequest("drafter", "has changed; open another stream")
         return worker
+
+    def _tokens_per_s(self, drafter: Worker) -> float:
+        """Return what the verifiers of a drafter's tokenizer commit."""
+        verifiers = (it for it in self._worker_pool.listed if it.role == "verifier")
+        return sum(it.tokens_per_s for it in verifiers if it.tokenizer_digest == drafter.tokenizer_digest)
 
     async def _judge(self, context: Context) -> None:
         """Raise as the authenticator does, once a drafter's key is not good any more."""

@@ -15,7 +15,6 @@ from outrider.wire import drafter as wire
 
 MAX_DRAFTERS = 1024  # at one router's gate
 MAX_CALLS = 256  # that one drafter has not answered
-HEARTBEAT_S = 1.0
 
 
 class GatedDrafter:
@@ -41,11 +40,13 @@ class GatedDrafter:
         """Yield what is sent to the drafter."""
         yield wire.GateDown(welcome=wire.GateWelcome(router_id=router_id))
         while True:
-            frame = wire.GateDown(heartbeat=wire.Heartbeat())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
-                    frame = await self._down.get()
-            yield frame
+            yield await self._down.get()
+
+    def heard(self, sent_us: int, tokens_per_s: float) -> None:
+        """Answer what a drafter has said of itself; not one that does not read its stream."""
+        status = wire.GateStatus(sent_us=sent_us, tokens_per_ks=round(1000 * tokens_per_s))
+        with suppress(asyncio.QueueFull):
+            self._down.put_nowait(wire.GateDown(status=status))
 
     def take(self, answer: wire.GateAnswer) -> None:
         """Take the answer to a call; one that comes too late counts for nothing."""

@@ -23,34 +23,35 @@ class Host:
 
     def __init__(self, number: int, network: str, name: str, folder: Path) -> None:
         self.address = f"{network}.{number}"
-        self._name = f"{name}h{number}"
+        self.gateway = f"{network}.254"  # this machine
+        self.name = f"{name}h{number}"
         self._link = f"{name}l{number}"
         self.folder = folder  # the same path on every host, another folder behind it
         self._own = folder.with_name(f"{folder.name}-{number}")
         self._own.mkdir()
-        self._names = self._own / "resolv.conf"  # of no server: names are refused at once, and not after seconds
-        self._names.touch()
+        self.names = self._own / "resolv.conf"  # of no server: names are refused at once, and not after seconds
+        self.names.touch()
         self._running: list[subprocess.Popen[str]] = []
-        run("ip", "netns", "add", self._name)
-        run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._name)
+        run("ip", "netns", "add", self.name)
+        run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
         run("ip", "link", "set", self._link, "master", f"{name}br", "up")
         for setting in (
             f"addr add {self.address}/24 dev eth0",
             "link set eth0 up",
             "link set lo up",
-            f"route add default via {network}.254",
+            f"route add default via {self.gateway}",
         ):
-            run("ip", "-n", self._name, *setting.split())
+            run("ip", "-n", self.name, *setting.split())
 
     def start(
         self, command: Sequence[str], output: int = subprocess.DEVNULL, **environment: str
     ) -> subprocess.Popen[str]:
         """Runs a command on the host."""
         mounted = (
-            f'mount --bind "{self._names}" /etc/resolv.conf && mount --bind "{self._own}" "{self.folder}" && exec "$@"'
+            f'mount --bind "{self.names}" /etc/resolv.conf && mount --bind "{self._own}" "{self.folder}" && exec "$@"'
         )
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._name, "unshare", "-m", "sh", "-c", mounted, "sh", *command],
+            ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", mounted, "sh", *command],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,7 +67,7 @@ class Host:
 
     def close(self) -> None:
         """Ends what runs on it, and the host."""
-        inside = ["ip", "netns", "pids", self._name]
+        inside = ["ip", "netns", "pids", self.name]
         while pids := subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -77,7 +78,7 @@ class Host:
             if process.stdout is not None:
                 process.stdout.close()
         run("ip", "link", "del", self._link)
-        run("ip", "netns", "del", self._name)
+        run("ip", "netns", "del", self.name)
 
 
 @contextmanager
