@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -25,7 +26,7 @@ from outrider.wire import drafter as wire
 
 CONNECT = "/outrider.v1.DrafterGate/Connect"
 UPSTREAM_KEY = "outrider-upstream"  # metadata of a relayed stream: the verifier's id
-MAX_ANSWERS = 256  # that were not sent yet
+MAX_ANSWERS = 256  # answers that were not sent yet
 FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.2, 5.0, 10.0  # between two attempts to dial
 PROBE_S = 2.0  # for an upstream to answer directly
 PROBED_S = 60.0  # how long that it did not counts
@@ -38,9 +39,13 @@ class GateLink:
     through the router.
     """
 
-    def __init__(self, address: str, servicer: DrafterServicer, on_listed: Callable[[str], None]) -> None:
-        """`on_listed` gets the router's address when it first lists the drafter. Raises ConfigError."""
-        connection = resolve(address)
+    def __init__(
+        self, address: str, ca: Path | None, servicer: DrafterServicer, on_listed: Callable[[str], None]
+    ) -> None:
+        """`ca`: of the router's certificate; None: as for a client. `on_listed` gets the router's address when it first
+        lists the drafter. Raises ConfigError.
+        """
+        connection = resolve(address, ca=ca)
         self.address = connection.address
         self._access = Access.of(connection)
         self._servicer = servicer

@@ -209,7 +209,14 @@ def _upstream_pool(config: DrafterConfig, worker_id: str, capacity: Capacity) ->
         public_sources=not config.learns and (config.store is None or config.store_public),
         batches=True,
     )
-    return UpstreamPool(hello, Tls.read(config.ca, config.cert, config.key), capacity.features)
+    return UpstreamPool(hello, own_tls(config), capacity.features)
+
+
+def own_tls(config: DrafterConfig) -> Tls | None:
+    """Return a drafter's own certificate; None: it has none, as one that dials need not. Raises ConfigError."""
+    if config.connect is not None and config.cert is None:
+        return None
+    return Tls.read(config.ca, config.cert, config.key)
 
 
 def _trained_for(config: DrafterConfig) -> str:

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 
 import grpc.aio
 
 from drafter_svc.gate_link import GateLink
 from drafter_svc.live_line import LiveLine
-from drafter_svc.loading import check_settings, hot_reload, with_model, without_model
+from drafter_svc.loading import check_settings, hot_reload, own_tls, with_model, without_model
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.servicer import DrafterServicer
 from outrider.config import DrafterConfig
@@ -21,7 +22,6 @@ from outrider.errors import ConfigError
 from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
-from outrider.rpc.tls import Tls
 from outrider.store.redis.client import connect
 from outrider.store.redis.redis_clock import RedisClock
 from outrider.store.registry import keep_announced
@@ -43,7 +43,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     the address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
     check_settings(config)
-    tls = Tls.read(config.ca, config.cert, config.key)
+    tls = own_tls(config)
     worker_id = new_drafter_id(tls.cert if tls is not None else None)
     if not redis_url and config.learns:
         raise ConfigError("learns: what it learns from is in Redis; give --redis")
@@ -71,7 +71,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     servicer.register_metrics()
     with exporting_telemetry("drafter", worker_id, config.metrics):
         if config.connect is not None:
-            await _dial(config.connect, servicer, announce)
+            await _dial(config.connect, config.ca, servicer, announce)
         try:
             async with (
                 aclosing(redis),
@@ -102,9 +102,9 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
             await servicer.upstreams.close()
 
 
-async def _dial(router: str, servicer: DrafterServicer, announce: Callable[[str], None]) -> None:
+async def _dial(router: str, ca: Path | None, servicer: DrafterServicer, announce: Callable[[str], None]) -> None:
     """Serve a router that this drafter dials, until cancelled. `announce` gets its address once it lists this."""
-    link = GateLink(router, servicer, announce)
+    link = GateLink(router, ca, servicer, announce)
     try:
         async with supervising() as tasks:
             tasks.run_required("growth", servicer.scheduler.run)

@@ -17,7 +17,7 @@ from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import NamedAdapters
-from outrider.store.api_keys import Keys
+from outrider.store.api_keys import Keys, TextReaders
 from outrider.store.kept_responses import KeptResponses
 from outrider.store.redis.client import connect
 from outrider.store.redis.redis_clock import RedisClock
@@ -25,7 +25,6 @@ from outrider.store.registry import Registry
 from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
 from outrider.store.tenant_storage import TenantStorage
-from outrider.store.text_readers import TextReaders
 from outrider.store.tickets import list_key
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
@@ -44,6 +43,7 @@ from router.reporting.tree_view import TreeView
 from router.requests.served_models import ServedModel, load_model
 from router.scheduling.adapters import AdapterDirectory
 from router.scheduling.admission import Admission
+from router.scheduling.gate import Gate
 from router.scheduling.workers import WorkerPool
 from router.sessions.context import DecodeResources, RouterContext, SessionStore
 from router.sessions.generation import OwnedGeneration
@@ -88,7 +88,7 @@ async def _serve(
             "listen on 127.0.0.1 behind something that speaks TLS",
             config.listen,
         )
-    worker_pool = WorkerPool(Registry(client), config.zone, tls, TextReaders(client))
+    worker_pool = WorkerPool(Registry(client), config.zone, tls, Gate(TextReaders(client)))
     background = BackgroundTasks()
     admission = Admission(config, worker_pool.capacity)
     storage = TenantStorage(

@@ -23,7 +23,7 @@ ALLOWED_ROLES = {
     "/outrider.v1.Verifier/ReadAdapter": {ROUTER},
     "/outrider.v1.Verifier/Watch": {ROUTER},
     "/outrider.v1.Verifier/Describe": {ROUTER, CLIENT},
-    "/outrider.v1.TreeSink/Draft": {DRAFTER},
+    "/outrider.v1.TreeSink/Draft": {DRAFTER, ROUTER},  # a router relays those of drafters at its gate
     "/outrider.v1.Drafter/Attach": {ROUTER, UPSTREAM},
     "/outrider.v1.Drafter/Detach": {ROUTER, UPSTREAM},
     "/outrider.v1.Drafter/Describe": {ROUTER, CLIENT, UPSTREAM},

@@ -17,7 +17,7 @@ import grpc.aio
 
 from outrider.errors import Forbidden
 from outrider.rpc.authorization import certificate_names
-from outrider.rpc.tls import DRAFTER
+from outrider.rpc.tls import DRAFTER, ROUTER
 
 UNNAMED = "drafter"
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -54,11 +54,14 @@ def holder_of(context: grpc.aio.ServicerContext[Any, Any], drafter_id: str) -> s
     """Return who the caller is that calls itself by this id; all whom the CA lets share it are one.
 
     That is the name, where the certificate has it; else the certificate itself, because any drafter has the role. A
-    caller without a certificate is the empty holder. Raises Forbidden for an id that the certificate is not for.
+    caller without a certificate is the empty holder. What routers relay has one: they look at the ids at their gates.
+    Raises Forbidden for an id that the certificate is not for.
     """
     certificates = [bytes(pem) for pem in context.auth_context().get("x509_pem_cert", ())]
     if not certificates:
         return ""
+    if ROUTER in certificate_names(context):
+        return "routers"
     names = _named(certificate_names(context))
     match = _ID.fullmatch(drafter_id)
     if match is None or match[1] not in (names or [UNNAMED]):

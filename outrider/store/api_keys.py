@@ -1,6 +1,7 @@
 """API keys. Only their hashes are stored.
 
-    outrider:{keys}   hash: SHA-256 of a key, in hexadecimal -> its description (JSON)
+    outrider:{keys}           hash: SHA-256 of a key, in hexadecimal -> its description (JSON)
+    outrider:{keys}:readers   hash: tenant -> whose drafters may read its texts; those that have said nothing have none
 
 A key is 256 random bits, so it cannot be guessed and a plain SHA-256 of it is enough: slow, salted hashes are for
 passwords that people choose. A key is looked up by its hash, so the time of a look-up depends on nothing that a caller
@@ -15,9 +16,9 @@ import secrets
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from outrider.errors import InvalidRequest, NotFound, Unauthenticated
+from outrider.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.store.names import check_name
 from outrider.store.redis.client import Client, decoding, load_object, redis_errors
@@ -32,7 +33,13 @@ ID_CHARACTERS = 12
 
 KeyRole = Literal["caller", "drafter"]
 
+# Drafters that may read a tenant's texts. own: those with its keys; cluster: also the cluster's own; any: all.
+Readers = Literal["own", "cluster", "any"]
+DEFAULT_READERS: Readers = "cluster"
+READERS_S = 5.0  # how long a router remembers what a tenant has said
+
 _KEYS = "outrider:{keys}"
+_READERS = "outrider:{keys}:readers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,36 @@ class Keys:
             self._known[digest] = key, time.monotonic() + CACHE_S
             if len(self._known) > MAX_CACHED:
                 del self._known[next(iter(self._known))]
+
+
+class TextReaders:
+    """What tenants have said, as it was at most `READERS_S` ago."""
+
+    def __init__(self, redis: Client) -> None:
+        self._redis = redis
+        self._known: dict[str, tuple[Readers, float]] = {}  # by tenant: what it said, and until when that counts
+
+    async def of(self, tenant: str) -> Readers:
+        """Return whose drafters may read a tenant's texts: while Redis is away what is known, or its own alone."""
+        readers, until = self._known.get(tenant, ("own", 0.0))
+        if until > time.monotonic():
+            return readers
+        try:
+            with redis_errors(self._redis):
+                said = await self._redis.hget(_READERS, tenant)
+        except Unavailable:
+            return readers
+        readers = next((it for it in get_args(Readers) if said == it.encode()), DEFAULT_READERS)
+        if len(self._known) >= MAX_CACHED:
+            self._known.clear()
+        self._known[tenant] = readers, time.monotonic() + READERS_S
+        return readers
+
+    async def set(self, tenant: str, readers: Readers) -> None:
+        """Keep what a tenant says. Routers follow within `READERS_S`. Raises InvalidRequest for an invalid name."""
+        check_name("tenant", tenant)
+        with redis_errors(self._redis):
+            await self._redis.hset(_READERS, tenant, readers)
 
 
 def secret_digest(secret: str) -> str:

@@ -100,7 +100,7 @@ class GateServicer:
             zone=it.zone,
             draining=it.draining,
             trained_for=it.trained_for,
-            draws=False,  # its word is all that there is for its distribution
+            draws=False,  # nothing but its word says what it drew from
             gate=self._router_id,
             protocol=it.protocol,
         )

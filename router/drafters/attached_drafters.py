@@ -65,7 +65,7 @@ class AttachedDrafters(dict[str, DrafterPlacement]):
                 ticket=self._ticket_signer.sign(permit),
             )
             with client_span("outrider.v1.Drafter/Attach"):
-                answer = await self._worker_pool.drafter(worker).attach(request, RPC_TIMEOUT_S)
+                answer = await self._worker_pool.channels.drafter(worker).attach(request, RPC_TIMEOUT_S)
             self.obstacles.on_attached(placed, answer, self)
             return True
         except OutriderError as known:
@@ -83,7 +83,7 @@ class AttachedDrafters(dict[str, DrafterPlacement]):
         self.obstacles.forget(worker)
         request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
         try:
-            await self._worker_pool.drafter(worker).detach(request, RPC_TIMEOUT_S)
+            await self._worker_pool.channels.drafter(worker).detach(request, RPC_TIMEOUT_S)
         except OutriderError as error:
             log.debug("drafter %s did not answer Detach: %s", worker.worker_id, error)
         finally:

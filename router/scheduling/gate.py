@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from outrider.errors import Forbidden, Overloaded, Unavailable
 from outrider.rpc.status import error_from_pb
+from outrider.store.api_keys import Readers, TextReaders
 from outrider.store.registry import Worker
 from outrider.wire import drafter as wire
 
 MAX_DRAFTERS = 1024  # at one router's gate
-MAX_CALLS = 256  # that one drafter has not answered
+MAX_CALLS = 256  # calls that one drafter has not answered
 
 
 class GatedDrafter:
@@ -22,7 +23,7 @@ class GatedDrafter:
 
     def __init__(self, worker: Worker, tenant: str) -> None:
         self.worker = worker
-        self.tenant = tenant  # whose key it has
+        self.tenant = tenant  # tenant of its key
         self.gone = asyncio.Event()  # its stream has ended
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[wire.GateAnswer]] = {}
@@ -74,6 +75,22 @@ class GatedDrafter:
 
 class Gate(dict[str, GatedDrafter]):
     """The drafters at this router's gate, by their ids."""
+
+    def __init__(self, readers: TextReaders | None = None) -> None:
+        """`readers`: what tenants have said of their texts' readers; None: drafters may read all texts."""
+        super().__init__()
+        self._readers = readers
+
+    async def readers(self, drafters: Sequence[Worker], tenant: str | None) -> list[Worker]:
+        """Return those of some drafters that may read a tenant's texts; None: no texts are to be read."""
+        if tenant is None or self._readers is None:
+            return [*drafters]
+        said = await self._readers.of(tenant)
+        return [worker for worker in drafters if said == "any" or self._may_read(worker, tenant, said)]
+
+    def _may_read(self, drafter: Worker, tenant: str, said: Readers) -> bool:
+        gated = self.get(drafter.worker_id)
+        return said == "cluster" if gated is None else gated.tenant == tenant
 
     @contextmanager
     def holding(self, drafter: GatedDrafter) -> Iterator[None]:

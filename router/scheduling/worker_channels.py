@@ -16,6 +16,7 @@ from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
 from outrider.wire import drafter as wire
+from router.scheduling.gate import Gate
 
 _RETIRED_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed
 
@@ -55,9 +56,10 @@ class CalledDrafter:
 class WorkerChannels(dict[str, grpc.aio.Channel]):
     """One channel to each worker."""
 
-    def __init__(self, tls: Tls | None) -> None:
+    def __init__(self, tls: Tls | None, gate: Gate) -> None:
         super().__init__()
         self._tls = tls
+        self._gate = gate
         self._retired: set[asyncio.Task[None]] = set()  # tasks that close channels once their calls have ended
 
     def to(self, worker: Worker) -> grpc.aio.Channel:
@@ -65,6 +67,10 @@ class WorkerChannels(dict[str, grpc.aio.Channel]):
         if worker.worker_id not in self:
             self[worker.worker_id] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
         return self[worker.worker_id]
+
+    def drafter(self, worker: Worker) -> DrafterCalls:
+        """Return a drafter to call: at the gate, or at its address."""
+        return self._gate.get(worker.worker_id) or CalledDrafter(self.to(worker))
 
     def renew(self) -> None:
         """If the certificate was renewed, have later calls use the new one; running calls continue."""

@@ -19,11 +19,10 @@ from outrider.limits.rate_limits import ResidencyEma
 from outrider.rpc.tls import Tls
 from outrider.store.compatibility import incompatibility, incompatible_drafters
 from outrider.store.registry import Registry, Role, Worker
-from outrider.store.text_readers import Readers, TextReaders
 from router.requests.served_models import ServedModel
 from router.scheduling.gate import Gate
 from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
-from router.scheduling.worker_channels import CalledDrafter, DrafterCalls, WorkerChannels
+from router.scheduling.worker_channels import WorkerChannels
 
 _SUSPECTED_S = 5.0  # how long a worker that failed is the last choice
 LISTING_MAX_AGE_S = 0.25  # a list of drafters may be this old: sessions ask for it all the time
@@ -42,12 +41,8 @@ class WorkerPool:
     Draining workers are not listed. Methods that read the registry raise Unavailable when Redis cannot be reached.
     """
 
-    def __init__(
-        self, registry: Registry, zone: str = "", tls: Tls | None = None, readers: TextReaders | None = None
-    ) -> None:
-        """`readers`: whose drafters may read tenants' texts; None: all of them."""
+    def __init__(self, registry: Registry, zone: str = "", tls: Tls | None = None, gate: Gate | None = None) -> None:
         self._registry = registry
-        self._readers = readers
         self._zone = zone
         self._listed: list[Worker] = []  # as last read
         self._foreign: list[Worker] = []  # announced at that read, under another protocol
@@ -55,8 +50,8 @@ class WorkerPool:
         self._registry_error: OutriderError | None = None  # why the last read failed
         self._refresh_lock = asyncio.Lock()
         self._listing_changed = asyncio.Event()  # set, and replaced, when workers were added to the list or left it
-        self.channels = WorkerChannels(tls)
-        self.gate = Gate()
+        self.gate = Gate() if gate is None else gate
+        self.channels = WorkerChannels(tls, self.gate)
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
         self._suspects: dict[str, float] = {}  # worker id -> end of the suspicion
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours at its refusal, and when
@@ -80,31 +75,18 @@ class WorkerPool:
         return verifiers
 
     async def drafters(
-        self,
-        tokenizer_digest: bytes,
-        verifier: Worker | None = None,
-        *,
-        sampled: bool = False,
-        tenant: str | None = None,
+        self, digest: bytes, verifier: Worker | None = None, *, sampled: bool = False, tenant: str | None = None
     ) -> list[Worker]:
         """Return the drafters of a tokenizer. With a verifier: those that can draft for it, best choice first, near
-        ones before others.
-
-        `sampled`: only those that can draft for rules that draw from q. `tenant`: those that may read its texts.
-        """
+        ones before others; `sampled`: under rules that draw from q; `tenant`: for its texts."""
         await self._refresh_listing(time.monotonic() - LISTING_MAX_AGE_S)
-        drafters = [worker for worker in self._available("drafter") if worker.tokenizer_digest == tokenizer_digest]
+        drafters = [worker for worker in self._available("drafter") if worker.tokenizer_digest == digest]
         if verifier is None:
             return drafters
-        if tenant is not None and self._readers is not None:
-            said = await self._readers.of(tenant)
-            drafters = [worker for worker in drafters if self._may_read(worker, tenant, said)]
-        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier, sampled)]
+        fitting = [
+            drafter for drafter in await self.gate.readers(drafters, tenant) if self._fits(drafter, verifier, sampled)
+        ]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), in_other_zone(worker.zone, verifier.zone)))
-
-    def drafter(self, worker: Worker) -> DrafterCalls:
-        """Return a drafter to call: at its address, or at the gate."""
-        return self.gate.get(worker.worker_id) or CalledDrafter(self.channels.to(worker))
 
     def why_no_drafter(self, verifier: Worker, *, sampled: bool = False) -> SpeculationStatus:
         """Return why none of the listed drafters can draft for a verifier; of several reasons the one of the drafter
@@ -187,11 +169,6 @@ class WorkerPool:
         self._placed[worker.worker_id] -= 1
         if stayed_s:
             self._residency.setdefault(worker.worker_id, ResidencyEma()).observe(stayed_s)
-
-    def _may_read(self, drafter: Worker, tenant: str, said: Readers) -> bool:
-        """Return whether a drafter may read a tenant's texts, by what the tenant has said."""
-        gated = self.gate.get(drafter.worker_id)
-        return said == "any" or (said == "cluster" if gated is None else gated.tenant == tenant)
 
     def _fits(self, drafter: Worker, verifier: Worker, sampled: bool) -> bool:
         """Return whether a drafter can draft for a verifier. A permanent mismatch is logged once."""

@@ -154,6 +154,7 @@ SECTIONS: dict[str, Section] = {
         level_nodes=6,
         tree="eagle-2",
         via="h:2",
+        connect="h:1",
         tier=3,
         above=1,
     ),

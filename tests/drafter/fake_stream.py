@@ -26,7 +26,7 @@ class FakeStream:
         monkeypatch.setattr(upstreams, "open_channel", open_channel)
 
     def stream_stream(self, *_: Any) -> Any:
-        return lambda requests: self
+        return lambda requests, metadata: self
 
     async def receive(self, frame: pb.DraftDown) -> None:
         """Have the drafter receive a frame. Returns when that is done, and when all that is queued has gone out."""

@@ -21,7 +21,8 @@ from outrider.store.redis.client import connect
 from outrider.store.registry import Registry, Worker
 from outrider.wire import drafter as wire
 from tests.e2e.conftest import MODELS
-from tests.e2e.test_gate import TERMS, cluster, dialed, drafted
+from tests.e2e.laptop import dialed
+from tests.e2e.test_gate import TERMS, cluster, drafted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,9 +6,8 @@ import asyncio
 import secrets
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
+from tests.e2e.laptop import dialed
 from tests.e2e.test_gate import drafted
 from tests.fleet.hosts import Host, network, permitted, run
 
@@ -73,43 +73,13 @@ class Home:
         """Cuts the laptop off, or brings it back."""
         run("ip", "-n", self._router, "link", "set", "inner", "down" if off else "up")
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
+    @property
+    def inside(self) -> tuple[str, ...]:
         """Runs a command on the laptop."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self._laptop, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return "ip", "netns", "exec", self._laptop
 
     def __exit__(self, *_: object) -> None:
         run("ip", "netns", "del", self._laptop)
-
-
-@asynccontextmanager
-async def drafting(home: Home, router: str) -> AsyncIterator[list[str]]:
-    """A drafter on the laptop that dials, and what it has printed."""
-    drafter = home.start(
-        *(sys.executable, "-P", "-m", "outrider.cli", "drafter", "--model", str(MODELS / "drafter")),
-        *("--dtype", "float32", "--slots", "4", "--connect", router),
-    )
-    printed: list[str] = []
-    reading = asyncio.create_task(asyncio.to_thread(printed.extend, iter(drafter.stdout or ())))
-    try:
-        async with asyncio.timeout(60):
-            while not any("listening on" in line for line in printed):
-                assert not reading.done(), printed
-                await asyncio.sleep(0.1)
-        yield printed
-    finally:
-        drafter.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(drafter.wait, 10)
-        drafter.kill()
-        drafter.wait()
-        await reading
-        assert drafter.stdout is not None
-        drafter.stdout.close()
 
 
 @asynccontextmanager
@@ -130,7 +100,7 @@ async def test_a_laptop_behind_translation_drafts(reached: str, prompts: list[st
         async with (
             cluster(here, here if reached == "directly" else "127.0.0.1") as running,
             AsyncClient(running.router_address) as client,
-            drafting(home, running.router_address) as printed,
+            dialed(running.router_address, inside=home.inside) as laptop,
         ):
             assert await drafted(client, prompts[0])
             home.cut(off=True)
@@ -139,7 +109,7 @@ async def test_a_laptop_behind_translation_drafts(reached: str, prompts: list[st
             assert await drafted(client, prompts[2], attempts=40)
             home.lose(5)
             assert await drafted(client, prompts[3], attempts=40)
-            assert any("is reached at" in line for line in printed) == (reached == "directly")
+            assert any("is reached at" in line for line in laptop.printed) == (reached == "directly")
 
 
 async def test_a_laptop_at_200_ms_disturbs_nobody(prompts: list[str]) -> None:
@@ -148,7 +118,7 @@ async def test_a_laptop_at_200_ms_disturbs_nobody(prompts: list[str]) -> None:
             cluster("127.0.0.1", "127.0.0.1") as running,
             FaultProxy(running.router_address, seed=5, delay_s=0.1, host=host.gateway) as proxy,
             AsyncClient(running.router_address) as client,
-            drafting(home, proxy.address),
+            dialed(proxy.address, inside=home.inside),
         ):
             terms: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
             plain = await client.generate(prompts[0], speculation="off", **terms)

@@ -250,7 +250,7 @@ decode_commits = st.one_of(st.integers(0, 3), st.just(0)).flatmap(
 )
 reasons = st.sampled_from(types_pb2.FinishReason.values())
 decode_errors = messages(
-    verifier_pb2.Error,
+    types_pb2.Error,
     kind=st.one_of(st.sampled_from(["Moved", "Overloaded", "Unavailable", "InvalidRequest", "NotFound"]), names),
     details=names,
     field=names,

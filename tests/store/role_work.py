@@ -17,7 +17,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.core.session.training_samples import sample_of
 from outrider.store.acceptance_priors import share
 from outrider.store.adapters import ALL, NamedAdapter, NamedAdapters
-from outrider.store.api_keys import Keys
+from outrider.store.api_keys import Keys, TextReaders
 from outrider.store.redis.acl import AclRole
 from outrider.store.redis.client import Client, connect, ping
 from outrider.store.redis.redis_clock import RedisClock
@@ -25,7 +25,6 @@ from outrider.store.registry import Registry, Worker
 from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn
 from outrider.store.tenant_storage import TenantStorage
-from outrider.store.text_readers import TextReaders
 from outrider.store.tickets import list_key, listed_keys
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.store.versions import Version, Versions

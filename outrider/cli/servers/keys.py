@@ -59,7 +59,8 @@ def readers(
     ],
 ) -> None:
     """Say whose drafters may read a tenant's texts; without this the cluster's own and the tenant's."""
-    from outrider.store.text_readers import TextReaders
+
+    from outrider.store.api_keys import TextReaders
 
     _with_redis(redis, lambda client: TextReaders(client).set(tenant, whose))
     print(f"outrider: texts of {tenant} are for drafters of: {whose}")
