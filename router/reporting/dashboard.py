@@ -81,7 +81,7 @@ def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[
                 "id": worker.worker_id,
                 "role": worker.role,
                 "model": worker.model,
-                "zone": worker.zone,
+                "zone": " ".join(filter(None, (worker.zone, "dialed in" if worker.gate else ""))),
                 "tier": worker.tier,
                 "sessions": router.decoding.worker_pool.sessions(worker),
                 "slots": worker.slots,
