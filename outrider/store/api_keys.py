@@ -14,6 +14,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -52,6 +53,8 @@ class ApiKey:
     created: float  # seconds since 1970, by Redis' clock, as all times here
     expires: float | None  # None: does not expire
     role: KeyRole = "caller"  # what it opens: a router's calls, or its gate for drafters
+    models: tuple[str, ...] = ()  # targets that a drafter with it drafts for; empty: all
+    sessions: int | None = None  # most sessions at once of each drafter with it; None: as many as it can
 
     def expired(self, now: float) -> bool:
         """Return whether the key has expired."""
@@ -69,7 +72,14 @@ class Keys:
         self._lookups = ConcurrencyLimit("too many unknown keys are looked up now; try again", MAX_LOOKUPS)
 
     async def add(
-        self, tenant: str, name: str = "", *, valid_s: float | None = None, role: KeyRole = "caller"
+        self,
+        tenant: str,
+        name: str = "",
+        *,
+        valid_s: float | None = None,
+        role: KeyRole = "caller",
+        models: Sequence[str] = (),
+        sessions: int | None = None,
     ) -> tuple[str, ApiKey]:
         """Create a key for a tenant. Return the secret, which cannot be recovered later, and the stored description.
 
@@ -78,10 +88,13 @@ class Keys:
         check_name("tenant", tenant)
         if valid_s is not None and not valid_s > 0:
             raise InvalidRequest("expires", "must lie in the future")
+        if role == "caller" and (models or sessions is not None):
+            raise InvalidRequest("role", "is caller, and models and sessions are of a drafter's key")
         await self.clock.read(self._redis)
         secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), self.clock.now()
         digest = secret_digest(secret)
-        key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s, role)
+        until = None if valid_s is None else now + valid_s
+        key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, until, role, (*models,), sessions)
         with redis_errors(self._redis):
             await self._redis.hset(_KEYS, digest, json.dumps(asdict(key)))
         return secret, key
@@ -173,4 +186,6 @@ def load_key(blob: bytes) -> ApiKey:
             float(values["created"]),
             None if expires is None else float(expires),
             "drafter" if values.get("role") == "drafter" else "caller",  # an older version has none
+            tuple(map(str, values.get("models", ()))),
+            None if (sessions := values.get("sessions")) is None else int(sessions),
         )

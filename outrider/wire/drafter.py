@@ -31,6 +31,7 @@ Commit = pb.Commit
 DESCRIPTOR = pb.DESCRIPTOR
 DescribeRequest = types_pb2.DescribeRequest
 DetachRequest = pb.DetachRequest
+DetachResponse = pb.DetachResponse
 DraftDown = pb.DraftDown
 DraftUp = pb.DraftUp
 DrafterDescription = pb.DrafterDescription

@@ -14,7 +14,7 @@ from outrider.limits.concurrency_limit import ConcurrencyLimit
 from outrider.limits.rate_limits import CHECKING, CallRates, address_of
 from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
-from outrider.store.api_keys import Keys
+from outrider.store.api_keys import ApiKey, Keys
 from outrider.wire import inference as wire
 from outrider.wire.message_bounds import more_fields_than
 
@@ -46,7 +46,12 @@ class Authenticator:
     async def tenant(self, context: Context, method: str) -> str:
         """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Forbidden for a key
         that does not open this method, Unavailable without Redis."""
-        return ""
+        key = await self.key(context, method)
+        return "" if key is None else key.tenant
+
+    async def key(self, context: Context, method: str) -> ApiKey | None:
+        """Return the caller's key; None: none is needed. Raises as `tenant`."""
+        return None
 
 
 class ApiKeyAuthenticator(Authenticator):
@@ -55,7 +60,7 @@ class ApiKeyAuthenticator(Authenticator):
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
 
-    async def tenant(self, context: Context, method: str) -> str:
+    async def key(self, context: Context, method: str) -> ApiKey | None:
         credentials = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         if (
             len(credentials) != 1
@@ -72,7 +77,7 @@ class ApiKeyAuthenticator(Authenticator):
             raise Forbidden(
                 f"this API key is for a {key.role}; `outrider keys add {key.tenant} --role {needed}` makes one for this"
             )
-        return key.tenant
+        return key
 
 
 class JudgedByKey(JudgedCalls):

@@ -61,7 +61,10 @@ class GateServicer:
             aclosing(aiter(requests)) as messages,  # type: ignore[type-var]  # gRPC's are generators
             aclosing(liveness.monitored(messages, "the drafter")) as frames,
         ):
-            drafter = GatedDrafter(self._worker(await anext(frames, wire.GateUp())), caller_tenant())
+            key = await self._authenticator.key(context, CONNECT)
+            most = MAX_NUMBER if key is None or key.sessions is None else key.sessions
+            worker = self._worker(await anext(frames, wire.GateUp()), most)
+            drafter = GatedDrafter(worker, caller_tenant(), key.models if key is not None else ())
             with self._worker_pool.gate.holding(drafter):
                 async with task_group() as tasks:
                     announcing = tasks.create_task(keep_running("gated drafter", partial(self._announce, drafter)))
@@ -71,13 +74,13 @@ class GateServicer:
                         if frame.WhichOneof("frame") == "answer":
                             drafter.take(frame.answer)
                         else:
-                            drafter.worker = self._same(self._worker(frame), drafter.worker)
+                            drafter.worker = self._same(self._worker(frame, most), drafter.worker)
                             drafter.heard(frame.drafter.sent_us, self._tokens_per_s(drafter.worker))
                     for task in (announcing, judging, writing):
                         task.cancel()
 
-    def _worker(self, frame: wire.GateUp) -> Worker:
-        """Return a drafter's entry for the registry. Raises InvalidRequest and Unavailable."""
+    def _worker(self, frame: wire.GateUp, most: int) -> Worker:
+        """Return a drafter's entry for the registry. `most`: slots. Raises InvalidRequest and Unavailable."""
         it = frame.drafter
         if not is_drafter_id(it.drafter_id):
             raise InvalidRequest("drafter_id", "must be a name and eight hexadecimal digits, as drafter-0123abcd")
@@ -94,7 +97,7 @@ class GateServicer:
             tokenizer_digest=it.tokenizer_digest,
             vocabulary=it.vocabulary,
             context=it.context,
-            slots=it.slots,
+            slots=min(it.slots, most),
             sessions=it.sessions,
             parameters=it.parameters,
             zone=it.zone,

@@ -21,13 +21,19 @@ MAX_CALLS = 256  # calls that one drafter has not answered
 class GatedDrafter:
     """A drafter that has dialed: calls of its Drafter service, down its stream."""
 
-    def __init__(self, worker: Worker, tenant: str) -> None:
+    def __init__(self, worker: Worker, tenant: str, models: Sequence[str] = ()) -> None:
+        """`tenant`: of its key; `models`: targets that the key is for; empty: all."""
         self.worker = worker
-        self.tenant = tenant  # tenant of its key
+        self.tenant = tenant
+        self.models = models
         self.gone = asyncio.Event()  # its stream has ended
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[wire.GateAnswer]] = {}
         self._down: asyncio.Queue[wire.GateDown] = asyncio.Queue(2 * MAX_CALLS)
+
+    def is_for(self, model: str) -> bool:
+        """Return whether its key is for a target."""
+        return not self.models or model in self.models
 
     async def attach(self, request: wire.AttachRequest, timeout_s: float) -> wire.AttachResponse:
         """Attach a session. Raises what the drafter raises, and Unavailable if it does not answer in time."""
@@ -81,10 +87,11 @@ class Gate(dict[str, GatedDrafter]):
         super().__init__()
         self._readers = readers
 
-    async def readers(self, drafters: Sequence[Worker], tenant: str | None) -> list[Worker]:
-        """Return those of some drafters that may read a tenant's texts; None: no texts are to be read."""
+    async def readers(self, drafters: Sequence[Worker], model: str, tenant: str | None) -> list[Worker]:
+        """Return those of some drafters that may draft for a model, and read a tenant's texts; None: no tenant's."""
+        drafters = [it for it in drafters if it.worker_id not in self or self[it.worker_id].is_for(model)]
         if tenant is None or self._readers is None:
-            return [*drafters]
+            return drafters
         said = await self._readers.of(tenant)
         return [worker for worker in drafters if said == "any" or self._may_read(worker, tenant, said)]
 

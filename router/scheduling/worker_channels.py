@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from outrider.errors import Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import NAMES, Tls
@@ -69,8 +70,12 @@ class WorkerChannels(dict[str, grpc.aio.Channel]):
         return self[worker.worker_id]
 
     def drafter(self, worker: Worker) -> DrafterCalls:
-        """Return a drafter to call: at the gate, or at its address."""
-        return self._gate.get(worker.worker_id) or CalledDrafter(self.to(worker))
+        """Return a drafter to call, at its address or at the gate. Raises Unavailable for one that has left that."""
+        if not worker.gate:
+            return CalledDrafter(self.to(worker))
+        if worker.worker_id not in self._gate:
+            raise Unavailable(f"drafter {worker.worker_id} has left the gate")
+        return self._gate[worker.worker_id]
 
     def renew(self) -> None:
         """If the certificate was renewed, have later calls use the new one; running calls continue."""

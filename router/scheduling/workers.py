@@ -83,9 +83,8 @@ class WorkerPool:
         drafters = [worker for worker in self._available("drafter") if worker.tokenizer_digest == digest]
         if verifier is None:
             return drafters
-        fitting = [
-            drafter for drafter in await self.gate.readers(drafters, tenant) if self._fits(drafter, verifier, sampled)
-        ]
+        drafters = await self.gate.readers(drafters, verifier.model, tenant)
+        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier, sampled)]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), in_other_zone(worker.zone, verifier.zone)))
 
     def why_no_drafter(self, verifier: Worker, *, sampled: bool = False) -> SpeculationStatus:

@@ -14,12 +14,13 @@ import pytest
 
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, RouterConfig, TlsConfig, VerifierConfig
-from outrider.errors import Forbidden
+from outrider.errors import Forbidden, InvalidRequest
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
 from outrider.rpc.lifecycle import USER_ERROR_STATUS
 from outrider.store.api_keys import READERS_S, Keys, TextReaders
 from outrider.store.redis.client import connect
+from outrider.store.registry import Registry
 from tests.e2e.conftest import MODELS
 from tests.e2e.laptop import dialed
 
@@ -157,3 +158,19 @@ async def test_a_cluster_with_certificates_takes_a_drafter_without_one_through_i
         (caller, _), (drafter, _) = await keys.add("acme"), await keys.add("acme", role="drafter")
         async with AsyncClient(router, api_key=caller, ca=ca) as client, dialed(router, key=drafter, ca=str(ca)):
             assert await drafted(client, prompts[0])
+
+
+async def test_a_key_is_for_some_models_and_sessions(prompts: list[str]) -> None:
+    async with cluster(auth="keys") as running, aclosing(connect(running.redis_url_of("keys"))) as redis:
+        keys, router = Keys(redis), running.router_address
+        caller, _ = await keys.add("acme")
+        elsewhere, _ = await keys.add("acme", role="drafter", models=["another"])
+        here, _ = await keys.add("acme", role="drafter", models=["another", "target"], sessions=1)
+        async with AsyncClient(router, api_key=caller, tls=False) as client:
+            async with dialed(router, key=elsewhere):
+                assert not await drafted(client, prompts[0], attempts=3)
+            async with dialed(router, key=here), aclosing(connect(running.redis_url)) as admin:
+                assert await drafted(client, prompts[1])
+                assert [it.slots for it in await Registry(admin).workers("drafter")] == [1]
+        with pytest.raises(InvalidRequest, match="role: is caller"):
+            await keys.add("acme", models=["target"])

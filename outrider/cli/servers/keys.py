@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -33,10 +33,18 @@ def add(
     role: Annotated[
         Literal["caller", "drafter"], typer.Option(help="What it opens: calls, or the gate for drafters that dial.")
     ] = "caller",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A drafter's: a target that it may draft for; may be repeated. [default: all]"),
+    ] = None,
+    sessions: Annotated[
+        int | None, typer.Option(min=1, help="A drafter's: sessions at once. [default: as many as it can]")
+    ] = None,
 ) -> None:
     """Create a key and print it on stdout, only this once; the stored record follows on stderr."""
     valid_s = None if days is None else days * DAY_S
-    (secret, key), now = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s, role=role))
+    bounds: dict[str, Any] = {"role": role, "models": model or (), "sessions": sessions}
+    (secret, key), now = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s, **bounds))
     print(secret)
     print(f"outrider: {_line(key, now)}; nobody can show it again", file=sys.stderr)
 
