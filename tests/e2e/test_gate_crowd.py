@@ -17,8 +17,8 @@ from outrider.store.redis.client import connect
 from outrider.store.registry import Registry
 from outrider.wire import drafter as wire
 from tests.e2e.laptop import dialed
+from tests.e2e.protocol.test_15_gate import entry, stream
 from tests.e2e.test_gate import TERMS, cluster, drafted
-from tests.e2e.test_hostile_gate import entry, stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -1,4 +1,4 @@
-"""Drafters at a router's gate that lie, flood, replay or say nothing cost themselves alone."""
+"""15. The gate."""
 
 from __future__ import annotations
 
