@@ -102,7 +102,7 @@ SENT: dict[str, tuple[MessageBound, Message]] = {
         verifier_pb2.DecodeResponse(
             commits=[DECODED] * MAX_TOGETHER,
             started=[verifier_pb2.DecodeStarted(handle=ID)] * 1024,
-            ended=[verifier_pb2.DecodeEnded(handle=ID, error=verifier_pb2.Error(details="x" * 1024))] * 1024,
+            ended=[verifier_pb2.DecodeEnded(handle=ID, error=types_pb2.Error(details="x" * 1024))] * 1024,
         ),
     ),
 }
