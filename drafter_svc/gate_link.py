@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from drafter_svc.servicer import DrafterServicer
-from drafter_svc.upstreams.upstream import DRAFT, Route
+from drafter_svc.upstreams.upstream import Route
 from outrider.client._connection import Access, resolve
 from outrider.errors import ConfigError, Forbidden, OutriderError, Unauthenticated
 from outrider.rpc import liveness
@@ -24,8 +24,6 @@ from outrider.rpc.status import error_to_pb, from_rpc_error
 from outrider.rpc.tls import SERVER
 from outrider.wire import drafter as wire
 
-CONNECT = "/outrider.v1.DrafterGate/Connect"
-UPSTREAM_KEY = "outrider-upstream"  # metadata of a relayed stream: the verifier's id
 MAX_ANSWERS = 256  # answers that were not sent yet
 FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.2, 5.0, 10.0  # between two attempts to dial
 PROBE_S = 2.0  # for an upstream to answer directly
@@ -78,7 +76,7 @@ class GateLink:
 
     async def _serve(self) -> None:
         async with open_channel(self.address, self._access.tls, self._access.server_name) as channel:
-            call = channel.stream_stream(CONNECT, wire.GateUp.SerializeToString, wire.GateDown.FromString)(
+            call = channel.stream_stream(wire.CONNECT, wire.GateUp.SerializeToString, wire.GateDown.FromString)(
                 None, metadata=self._access.metadata
             )
             try:
@@ -156,7 +154,7 @@ class GateLink:
             probe = asyncio.create_task(self._probe(request.upstream, upstream))
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
-        metadata = (*self._access.metadata, (UPSTREAM_KEY, upstream))
+        metadata = (*self._access.metadata, (wire.UPSTREAM_KEY, upstream))
         route = Route(self.address, self._access.tls, self._access.server_name, metadata)
         return f"{upstream} through {self.address}", route
 
@@ -170,9 +168,8 @@ class GateLink:
         upstreams = self._servicer.upstreams
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(PROBE_S), open_channel(address, upstreams.tls, SERVER) as channel:
-                call: Any = channel.stream_stream(DRAFT, wire.DraftUp.SerializeToString, wire.DraftDown.FromString)(
-                    None
-                )
+                serialize, parse = wire.DraftUp.SerializeToString, wire.DraftDown.FromString
+                call: Any = channel.stream_stream(wire.DRAFT, serialize, parse)(None)
                 await call.write(wire.DraftUp(hello=upstreams.hello))
                 async for frame in call:
                     self._direct[upstream_id] = frame is not None and frame.welcome.upstream_id == upstream_id

@@ -43,8 +43,6 @@ RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
 
-DRAFT = "/outrider.v1.TreeSink/Draft"
-
 DraftCall = grpc.aio.StreamStreamCall[wire.DraftUp, wire.DraftDown]
 
 
@@ -238,7 +236,7 @@ class Upstream:
             self._subscribe(attachment)
         decoded = partial(decode, wire.DraftDown, LONG)
         metadata = self.route.metadata if self.route else None
-        call = channel.stream_stream(DRAFT, wire.DraftUp.SerializeToString, decoded)(None, metadata=metadata)
+        call = channel.stream_stream(wire.DRAFT, wire.DraftUp.SerializeToString, decoded)(None, metadata=metadata)
         try:
             async with task_group() as tasks:  # when writing fails, reading must end
                 parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._outgoing.overrun())]

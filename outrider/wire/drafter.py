@@ -52,6 +52,10 @@ TreeDelta = pb.TreeDelta
 Unsubscribe = pb.Unsubscribe
 Welcome = pb.Welcome
 
+DRAFT = "/outrider.v1.TreeSink/Draft"
+CONNECT = "/outrider.v1.DrafterGate/Connect"
+UPSTREAM_KEY = "outrider-upstream"  # metadata of a stream that a router relays: the verifier's id
+
 MAX_NAME = 64
 SNAPSHOT_TOKENS = 4096
 SNAPSHOT_FEATURES = 4096  # rows of features in a whole snapshot, for its last tokens

@@ -23,8 +23,6 @@ from router.scheduling.gate import GatedDrafter
 from router.scheduling.workers import WorkerPool
 
 MAX_STREAMS = 64  # of one drafter: one to each verifier
-DRAFT = "/outrider.v1.TreeSink/Draft"
-UPSTREAM_KEY = "outrider-upstream"  # metadata of a relayed stream: the verifier's id
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,7 +54,7 @@ class DraftRelay:
             if self._streams[drafter_id] >= MAX_STREAMS:
                 raise Overloaded(f"{MAX_STREAMS} streams of drafter {drafter_id} are relayed already")
             self._streams[drafter_id] += 1
-            call = self._worker_pool.channels.to(verifier).stream_stream(DRAFT, None, None)(None)
+            call = self._worker_pool.channels.to(verifier).stream_stream(wire.DRAFT, None, None)(None)
             try:
                 await call.write(first)
                 async with task_group() as tasks:
@@ -87,7 +85,7 @@ class DraftRelay:
 
     def _upstream(self, context: Context) -> Worker:
         """Return the verifier that a stream is for. Raises NotFound."""
-        wanted = next((value for name, value in context.invocation_metadata() or () if name == UPSTREAM_KEY), "")
+        wanted = next((value for name, value in context.invocation_metadata() or () if name == wire.UPSTREAM_KEY), "")
         for worker in self._worker_pool.listed:
             if worker.worker_id == wanted and worker.role == "verifier":
                 return worker

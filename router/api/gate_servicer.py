@@ -25,7 +25,6 @@ from router.api.auth import Authenticator, caller_tenant
 from router.scheduling.gate import GatedDrafter
 from router.scheduling.workers import WorkerPool
 
-CONNECT = "/outrider.v1.DrafterGate/Connect"
 JUDGED_S = 2.0  # between two looks at a drafter's key
 HEARTBEAT_S = 1.0
 ENTRY_S = 3.0  # how long an entry in the registry counts
@@ -61,7 +60,7 @@ class GateServicer:
             aclosing(aiter(requests)) as messages,  # type: ignore[type-var]  # gRPC's are generators
             aclosing(liveness.monitored(messages, "the drafter")) as frames,
         ):
-            key = await self._authenticator.key(context, CONNECT)
+            key = await self._authenticator.key(context, wire.CONNECT)
             most = MAX_NUMBER if key is None or key.sessions is None else key.sessions
             worker = self._worker(await anext(frames, wire.GateUp()), most)
             drafter = GatedDrafter(worker, caller_tenant(), key.models if key is not None else ())
@@ -124,7 +123,7 @@ class GateServicer:
         while True:
             await asyncio.sleep(JUDGED_S)
             with suppress(Unavailable):  # of Redis
-                await self._authenticator.tenant(context, CONNECT)
+                await self._authenticator.tenant(context, wire.CONNECT)
 
     async def _announce(self, drafter: GatedDrafter) -> None:
         """Keep a drafter listed, for other routers' pages and `outrider top`."""

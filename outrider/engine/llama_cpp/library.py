@@ -51,7 +51,6 @@ class LlamaModel:
         self.vocabulary = int(self.library.llama_vocab_n_tokens(vocabulary))
         self.parameters = int(self.library.llama_model_n_params(self.handle))
         self.bytes = int(self.library.llama_model_size(self.handle))
-        self.layers = int(self.library.llama_model_n_layer(self.handle))
         self.recurrent = bool(
             self.library.llama_model_is_recurrent(self.handle) or self.library.llama_model_is_hybrid(self.handle)
         )
