@@ -17,7 +17,6 @@ from functools import cache, cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
@@ -82,28 +81,29 @@ class RequestBody(BaseModel):
     def _given_fields_and_first_unknown_one(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        fields = _by_key(cls)
+        neutral, quick = _neutral_values(cls)
+        if quick and None not in values.values():  # of parts, of which a body may have thousands
+            return values
         given = {
             name: value
             for name, value in values.items()
-            if name in fields and not _changes_nothing(fields[name], value)
+            if value is not None and name in neutral and (not neutral[name] or value not in neutral[name])
         }
         if cls.model_config["extra"] == "ignore":
             return given
-        unknown = next((name for name in values if values[name] is not None and name not in fields), None)
+        unknown = next((name for name in values if values[name] is not None and name not in neutral), None)
         return given if unknown is None else {**given, unknown: values[unknown]}
 
 
 @cache
-def _by_key(kind: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Return the fields of a body by their keys in JSON."""
-    return {field.alias or name: field for name, field in kind.model_fields.items()}
-
-
-def _changes_nothing(field: FieldInfo, value: Any) -> bool:
-    extra = field.json_schema_extra
-    neutral = extra["neutral"] if isinstance(extra, dict) else ()
-    return value is None or (isinstance(neutral, list) and value in neutral)
+def _neutral_values(kind: type[BaseModel]) -> tuple[Mapping[str, Sequence[Any]], bool]:
+    """Return the fields of a body by their keys in JSON, each with the values that change nothing, besides null; and
+    whether there are none of these, and unknown keys are ignored."""
+    extras = {field.alias or name: field.json_schema_extra for name, field in kind.model_fields.items()}
+    neutral: dict[str, Any] = {
+        name: extra["neutral"] if isinstance(extra, dict) else () for name, extra in extras.items()
+    }
+    return neutral, kind.model_config["extra"] == "ignore" and not any(neutral.values())
 
 
 class LenientBody(RequestBody):

@@ -22,11 +22,12 @@ class TypedPart(LenientBody):
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> TypedPart:
-        if self.type not in self.NEEDS:
+        needed = self.NEEDS.get(self.type)
+        if needed is None:
             raise PydanticCustomError(UNSUPPORTED, f"has {self.WHAT} of type {self.type[:64]!r}: {self.WHY}")
-        missing = next((name for name in self.NEEDS[self.type] if getattr(self, name) is None), None)
-        if missing is not None:
-            raise ValueError(f"{self.WHAT} of type {self.type} needs {missing}")
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"{self.WHAT} of type {self.type} needs {name}")
         return self
 
 
