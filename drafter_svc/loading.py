@@ -51,6 +51,8 @@ def check_settings(config: DrafterConfig) -> None:
         )
     if config.adapters is not None and (config.drafts != "model" or config.heads is not None or config.learns):
         raise ConfigError("adapters: are of a model that stays as it is; leave them out, or drafts, heads and learns")
+    if config.candidates and (config.connect is None or config.drafts != "model" or config.heads is not None):
+        raise ConfigError("candidates: are models of a drafter that dials; give connect, and none of drafts and heads")
     if config.heads is None:
         return
     if not alone or config.any_target or config.upstream_tier is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from drafter_svc.choice import chosen
 from drafter_svc.gate_link import GateLink
 from drafter_svc.live_line import LiveLine
 from drafter_svc.loading import check_settings, hot_reload, own_tls, with_model, without_model
@@ -43,6 +44,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     the address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
     check_settings(config)
+    config = await chosen(config)
     tls = own_tls(config)
     worker_id = new_drafter_id(tls.cert if tls is not None else None)
     if not redis_url and config.learns:
@@ -108,7 +110,7 @@ async def _dial(router: str, ca: Path | None, servicer: DrafterServicer, announc
     try:
         async with supervising() as tasks:
             tasks.run_required("growth", servicer.scheduler.run)
-            tasks.keep_running("live line", LiveLine(link, servicer.scheduler).run)
+            tasks.keep_running("live line", LiveLine(link, servicer).run)
             await link.run()
     finally:
         servicer.begin_drain()

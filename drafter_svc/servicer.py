@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from drafter_svc.translator import Translator
 from drafter_svc.upstreams.upstream import Attachment, Route
 from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
+from outrider.core.session.speculation_status import printable
 from outrider.errors import InvalidRequest, Moved, Overloaded
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import server_span
@@ -29,6 +31,8 @@ from outrider.wire.drafter import NO_FEATURES, WantedFeatures
 from outrider.wire.tickets import OWN_TENANT
 
 Context = grpc.aio.ServicerContext
+log = logging.getLogger(__name__)
+
 AnyScheduler = DraftScheduler | NgramScheduler | Translator
 
 
@@ -62,6 +66,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         self.capacity = capacity
         self.stream_servicer = stream_servicer
         self.draining = False
+        self.let_go = ""  # why it was last detached from a session that goes on
         # The address of a session's upstream, or of the tunnel that leads there; and a route, if it needs one.
         self.way_to: Callable[[pb.AttachRequest], tuple[str, Route | None]] = lambda request: (
             config.via or request.upstream,
@@ -117,6 +122,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         found = self.upstreams.find(request.session_id)
         if found and found[1].epoch <= request.epoch:
             self.upstreams.detach(*found)
+            if request.why:
+                self.let_go = printable(request.why)
+                log.info("let go by session %s: %s", printable(request.session_id), self.let_go)
         return pb.DetachResponse()
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.DrafterDescription:

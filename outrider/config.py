@@ -219,6 +219,7 @@ class DrafterConfig(WorkerConfig):
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session that one level expands
     tree: TreeName = "best-first"  # construction of the trees
     connect: Address | None = None  # a router to dial, for a drafter that others cannot reach
+    candidates: tuple[Path, ...] = ()  # with connect: more checkpoints like model; the one that suits best is taken
     via: Address | None = None  # address of a tunnel to its upstream, if it does not use the advertised one
     count: int = Field(default=1, ge=0, le=256)  # number of such drafters, in a cluster's file
     tier: int = Field(default=0, ge=0, le=15)  # 0 drafts for verifiers, another tier for one with a lower number

@@ -130,6 +130,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     zone=config.zone,
                     draining=scheduler.sessions.draining,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
+                    pass_s=cost.seconds(1),
                     weights=weights,
                     dtype=engine.types,
                     arm=str(steering.governor.arm),

@@ -58,6 +58,7 @@ class Worker:
     zone: str = ""  # zone of its machine; "": not known
     draining: bool = False  # it shuts down: no new sessions are placed there
     prefill: float = 0.0  # prompt tokens that a verifier reads per second; 0: not known
+    pass_s: float = 0.0  # of one token of one session at a verifier; 0: not known
     weights: str = ""  # digest of a verifier's weights; "": not known
     trained_for: str = ""  # digest of the target that a drafter was trained for; "": it drafts for any
     draws: bool = True  # whether a drafter can draft for rules that draw from q

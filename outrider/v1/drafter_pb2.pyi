@@ -240,12 +240,14 @@ class AttachResponse(_message.Message):
     def __init__(self, refused: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
-    __slots__ = ("session_id", "epoch")
+    __slots__ = ("session_id", "epoch", "why")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class DetachResponse(_message.Message):
     __slots__ = ()
@@ -282,6 +284,28 @@ class DrafterDescription(_message.Message):
     drafters: int
     refusals: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ..., tier: _Optional[int] = ..., drafters: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TargetsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TargetList(_message.Message):
+    __slots__ = ("targets",)
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    targets: _containers.RepeatedCompositeFieldContainer[DraftTarget]
+    def __init__(self, targets: _Optional[_Iterable[_Union[DraftTarget, _Mapping]]] = ...) -> None: ...
+
+class DraftTarget(_message.Message):
+    __slots__ = ("model", "tokenizer_digest", "weights", "pass_us")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PASS_US_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tokenizer_digest: bytes
+    weights: str
+    pass_us: int
+    def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., weights: _Optional[str] = ..., pass_us: _Optional[int] = ...) -> None: ...
 
 class GateUp(_message.Message):
     __slots__ = ("drafter", "answer")

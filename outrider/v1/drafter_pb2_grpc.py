@@ -281,6 +281,11 @@ class DrafterGateStub:
                 request_serializer=outrider_dot_v1_dot_drafter__pb2.GateUp.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_drafter__pb2.GateDown.FromString,
                 _registered_method=True)
+        self.Targets = channel.unary_unary(
+                '/outrider.v1.DrafterGate/Targets',
+                request_serializer=outrider_dot_v1_dot_drafter__pb2.TargetsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_drafter__pb2.TargetList.FromString,
+                _registered_method=True)
 
 
 class DrafterGateServicer:
@@ -294,6 +299,13 @@ class DrafterGateServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Targets(self, request, context):
+        """What a drafter could draft for here, before it chooses its model and dials.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterGateServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -301,6 +313,11 @@ def add_DrafterGateServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=outrider_dot_v1_dot_drafter__pb2.GateUp.FromString,
                     response_serializer=outrider_dot_v1_dot_drafter__pb2.GateDown.SerializeToString,
+            ),
+            'Targets': grpc.unary_unary_rpc_method_handler(
+                    servicer.Targets,
+                    request_deserializer=outrider_dot_v1_dot_drafter__pb2.TargetsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_drafter__pb2.TargetList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -331,6 +348,33 @@ class DrafterGate:
             '/outrider.v1.DrafterGate/Connect',
             outrider_dot_v1_dot_drafter__pb2.GateUp.SerializeToString,
             outrider_dot_v1_dot_drafter__pb2.GateDown.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Targets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DrafterGate/Targets',
+            outrider_dot_v1_dot_drafter__pb2.TargetsRequest.SerializeToString,
+            outrider_dot_v1_dot_drafter__pb2.TargetList.FromString,
             options,
             channel_credentials,
             insecure,

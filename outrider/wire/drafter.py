@@ -33,6 +33,7 @@ DescribeRequest = types_pb2.DescribeRequest
 DetachRequest = pb.DetachRequest
 DetachResponse = pb.DetachResponse
 DraftDown = pb.DraftDown
+DraftTarget = pb.DraftTarget
 DraftUp = pb.DraftUp
 DrafterDescription = pb.DrafterDescription
 DrafterStub = drafter_pb2_grpc.DrafterStub
@@ -48,12 +49,15 @@ Hello = pb.Hello
 Hints = pb.Hints
 Snapshot = pb.Snapshot
 Subscribe = pb.Subscribe
+TargetList = pb.TargetList
+TargetsRequest = pb.TargetsRequest
 TreeDelta = pb.TreeDelta
 Unsubscribe = pb.Unsubscribe
 Welcome = pb.Welcome
 
 DRAFT = "/outrider.v1.TreeSink/Draft"
 CONNECT = "/outrider.v1.DrafterGate/Connect"
+TARGETS = "/outrider.v1.DrafterGate/Targets"
 UPSTREAM_KEY = "outrider-upstream"  # metadata of a stream that a router relays: the verifier's id
 
 MAX_NAME = 64

@@ -16,7 +16,7 @@ from outrider.limits.slow_refusals import SlowRefusals
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
 from outrider.store.api_keys import ApiKey, Keys
 from outrider.wire import inference as wire
-from outrider.wire.drafter import CONNECT, DRAFT
+from outrider.wire.drafter import CONNECT, DRAFT, TARGETS
 from outrider.wire.message_bounds import more_fields_than
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
@@ -29,7 +29,7 @@ REFLECTION_S = 10.0  # time that one may take
 MAX_FIELDS = 16_384  # of a Generate request; 4,096 messages, and all that a Sampling may list
 MAX_OTHER_BYTES = 2**16  # of the messages of the other methods, which hold names and numbers
 
-DRAFTERS_METHODS = {CONNECT, DRAFT}
+DRAFTERS_METHODS = {CONNECT, DRAFT, TARGETS}
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
 _LONG = {  # methods whose messages have texts
     "/outrider.v1.Inference/Generate": wire.GenerateRequest.DESCRIPTOR,

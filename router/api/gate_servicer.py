@@ -23,7 +23,7 @@ from outrider.store.registry import Registry, Worker
 from outrider.wire import drafter as wire
 from router.api.auth import Authenticator, caller_tenant
 from router.scheduling.gate import GatedDrafter
-from router.scheduling.workers import WorkerPool
+from router.scheduling.workers import WorkerPool, protocols
 
 JUDGED_S = 2.0  # between two looks at a drafter's key
 HEARTBEAT_S = 1.0
@@ -47,11 +47,33 @@ class GateServicer:
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server. Return its full name."""
         name = wire.DESCRIPTOR.services_by_name["DrafterGate"].full_name
-        handler = grpc.stream_stream_rpc_method_handler(
-            self.Connect, wire.GateUp.FromString, wire.GateDown.SerializeToString
-        )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Connect": handler}),))
+        handlers = {
+            "Connect": grpc.stream_stream_rpc_method_handler(
+                self.Connect, wire.GateUp.FromString, wire.GateDown.SerializeToString
+            ),
+            "Targets": grpc.unary_unary_rpc_method_handler(
+                self.Targets, wire.TargetsRequest.FromString, wire.TargetList.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         return name
+
+    async def Targets(self, request: wire.TargetsRequest, context: Context) -> wire.TargetList:
+        """Name the targets that the caller's key is for."""
+        key = await self._authenticator.key(context, wire.TARGETS)
+        verifiers = (it for it in self._worker_pool.listed if it.role == "verifier" and not it.treeless)
+        return wire.TargetList(
+            targets=[
+                wire.DraftTarget(
+                    model=it.model,
+                    tokenizer_digest=it.tokenizer_digest,
+                    weights=it.weights,
+                    pass_us=round(1e6 * it.pass_s),
+                )
+                for it in verifiers
+                if key is None or not key.models or it.model in key.models
+            ]
+        )
 
     async def Connect(self, requests: AsyncIterator[wire.GateUp], context: Context) -> None:
         """Serve one drafter's stream for as long as it is open."""
@@ -85,10 +107,7 @@ class GateServicer:
             raise InvalidRequest("drafter_id", "must be a name and eight hexadecimal digits, as drafter-0123abcd")
         if not (0 < it.vocabulary <= MAX_NUMBER and 0 < it.context <= MAX_NUMBER and 0 < it.slots <= MAX_NUMBER):
             raise InvalidRequest("drafter", "must have a vocabulary, a context and slots")
-        if it.protocol not in SPOKEN:
-            spoken = " or ".join(map(str, sorted(SPOKEN)))
-            raise Unavailable(f"the drafter speaks protocol {it.protocol}, and this router {spoken}; upgrade the older")
-        return Worker(
+        worker = Worker(
             worker_id=it.drafter_id,
             role="drafter",
             address=f"through {self._router_id}",
@@ -106,6 +125,9 @@ class GateServicer:
             gate=self._router_id,
             protocol=it.protocol,
         )
+        if worker.protocol not in SPOKEN:
+            raise Unavailable(f"the drafter {protocols(worker)}")
+        return worker
 
     def _same(self, worker: Worker, before: Worker) -> Worker:
         """Return what a drafter says of itself now. Raises InvalidRequest if it is another one."""

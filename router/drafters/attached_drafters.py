@@ -76,12 +76,12 @@ class AttachedDrafters(dict[str, DrafterPlacement]):
                 self._worker_pool.remove_session(worker)
             return False
 
-    async def detach(self, worker: Worker) -> None:
-        """Detach one drafter, if it is attached."""
+    async def detach(self, worker: Worker, why: str = "") -> None:
+        """Detach one drafter, if it is attached. `why`: for people, where the session goes on without it."""
         if self.pop(worker.worker_id, None) is None:
             return
         self.obstacles.forget(worker)
-        request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch)
+        request = wire.DetachRequest(session_id=self._assignment.session_id, epoch=self._assignment.epoch, why=why)
         try:
             await self._worker_pool.channels.drafter(worker).detach(request, RPC_TIMEOUT_S)
         except OutriderError as error:

@@ -24,6 +24,7 @@ QUERY_AFTER_S = 0.25  # how long drafters may be missing before the router asks 
 REPLACE_AFTER_S = 1.0  # how long drafters may be missing before they are replaced
 REVIEW_S = 2.0  # between two reviews of where drafters are attached
 DRAFTED_FIRST = 3  # drafted steps that are not measured after a tier change
+REPEATS = "others draft the same"  # why a drafter is let go
 SETTLING_STEPS = 8  # a tier change has settled after this many steps, with drafts or without
 
 log = logging.getLogger(__name__)
@@ -168,15 +169,11 @@ class DrafterSet:
         for tier, shares in by_tier.items():
             tracker = self._worth.setdefault(tier, ContributionTracker())
             if len(shares) > 1 and (useless := tracker.observe(tuple(shares))) is not None:
-                log.info(
-                    "drafter %s is detached from session %s: others draft the same",
-                    useless,
-                    self._assignment.session_id,
-                )
+                log.info("drafter %s is detached from session %s: %s", useless, self._assignment.session_id, REPEATS)
                 self._declined.add(useless)
                 self._reduced[tier] += 1
                 self._expected_direct -= self._attached[useless].upstream is self._assignment.upstream
-                self._background.spawn(self._attached.detach(self._attached[useless].drafter))
+                self._background.spawn(self._attached.detach(self._attached[useless].drafter, REPEATS))
 
     def _report_tier_rate(self) -> None:
         """Report to the tier selection how fast the present tiers were."""

@@ -70,7 +70,7 @@ class WorkerPool:
         if not verifiers:
             foreign = [it for it in self._foreign if it.role == "verifier" and it.model == model]
             if foreign:
-                raise Unavailable(f"model {model!r}: verifier {foreign[0].address} {_protocols(foreign[0])}")
+                raise Unavailable(f"model {model!r}: verifier {foreign[0].address} {protocols(foreign[0])}")
             raise Unavailable(f"no verifier serves model {model!r} right now; start one, or try again")
         return verifiers
 
@@ -96,7 +96,7 @@ class WorkerPool:
     def misfits(self, model: str) -> list[tuple[Worker, str]]:
         """Return the workers that are of no use to a model, each with the reason: verifiers of it and drafters that
         speak another protocol, and drafters that can draft for none of its verifiers."""
-        foreign = [(it, _protocols(it)) for it in self._foreign if it.role == "drafter" or it.model == model]
+        foreign = [(it, protocols(it)) for it in self._foreign if it.role == "drafter" or it.model == model]
         found = incompatible_drafters(self._listed, self._verifiers_of(model))
         return foreign + [(worker, status.explanation) for worker, status in found]
 
@@ -228,7 +228,7 @@ class WorkerPool:
         self._foreign = [worker for worker in announced if worker.protocol not in SPOKEN]
         for worker in self._foreign:
             if worker.worker_id not in known:
-                log.warning("%s %s is not used: it %s", worker.role, worker.address, _protocols(worker))
+                log.warning("%s %s is not used: it %s", worker.role, worker.address, protocols(worker))
         return [worker for worker in announced if worker.protocol in SPOKEN]
 
     def _alive(self, announced: Sequence[Worker]) -> list[Worker]:
@@ -307,7 +307,7 @@ async def matching_verifiers(worker_pool: WorkerPool, model: ServedModel, origin
     return matching
 
 
-def _protocols(worker: Worker) -> str:
-    """Return why a worker is not used, for people."""
+def protocols(worker: Worker) -> str:
+    """Return why a worker of another protocol is not used, for people."""
     spoken = " or ".join(map(str, sorted(SPOKEN)))
     return f"speaks protocol {worker.protocol or 'unknown'}, and this router {spoken}; finish the upgrade of both"

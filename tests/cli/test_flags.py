@@ -155,6 +155,7 @@ SECTIONS: dict[str, Section] = {
         tree="eagle-2",
         via="h:2",
         connect="h:1",
+        candidates=(Path("/c"), Path("/d")),
         tier=3,
         above=1,
     ),

@@ -39,7 +39,7 @@ async def dialed(
     has printed, where it ends instead."""
     command = (sys.executable, "-P", "-m", "outrider.cli", "drafter", "--model", str(MODELS / "drafter"))
     process = await asyncio.create_subprocess_exec(
-        *(*inside, *command, "--dtype", "float32", "--slots", "4", "--connect", router, *flags),
+        *(*inside, *command, "--dtype", "float32", "--slots", "4", "--threads", "1", "--connect", router, *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"OUTRIDER_API_KEY": key, "OUTRIDER_CA": ca},

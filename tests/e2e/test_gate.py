@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -21,6 +22,7 @@ from outrider.rpc.lifecycle import USER_ERROR_STATUS
 from outrider.store.api_keys import READERS_S, Keys, TextReaders
 from outrider.store.redis.client import connect
 from outrider.store.registry import Registry
+from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
 from tests.e2e.laptop import dialed
 
@@ -71,6 +73,27 @@ async def test_a_drafter_that_dials_drafts_through_the_router(prompts: list[str]
         after = await client.generate(prompts[0], speculation="rounds", **TERMS)
         assert after.usage.accepted == 0
         assert after.usage.speculation.reason is SpeculationReason.NO_DRAFTER
+
+
+async def test_of_several_models_it_takes_the_one_that_suits_the_target(prompts: list[str], tmp_path: Path) -> None:
+    other, gone = make_other(tmp_path / "other"), tmp_path / "gone.gguf"
+    candidates = [word for model in (other, gone, MODELS / "mid") for word in ("--candidates", str(model))]
+    async with cluster() as running, AsyncClient(running.router_address) as client:
+        async with dialed(running.router_address, *candidates) as laptop:
+            assert await drafted(client, prompts[0])
+        printed = "".join(laptop.printed)
+    assert f"left out: {other}: has the tokenizer of no target there (target); give --target" in printed
+    assert f"left out: {gone}: missing;" in printed
+    assert all(f"{MODELS / name}: a level takes" in printed for name in ("drafter", "mid"))
+    assert re.search(rf"takes {MODELS}/(drafter|mid)$", printed, re.MULTILINE)
+
+
+async def test_models_of_which_none_suits_are_refused_each_with_its_reason(tmp_path: Path) -> None:
+    flags = ("--model", str(make_other(tmp_path / "other")), "--candidates", str(tmp_path / "gone"))
+    async with cluster() as running:
+        with pytest.raises(EOFError, match=r"(?s)none of them can draft here; .*no target there.*gone"):
+            async with dialed(running.router_address, *flags):
+                pass
 
 
 async def test_a_drafter_that_is_killed_disturbs_no_answer_and_another_takes_its_place(prompts: list[str]) -> None:

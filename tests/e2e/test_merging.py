@@ -29,8 +29,9 @@ async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_pat
             "drafter": [config.drafter[0], useless],
         }
     )
+    lines: list[str] = []
     async with (
-        LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
+        LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster,
         AsyncClient(cluster.router_address) as client,
     ):
         drafters: tuple[str, ...] = ()
@@ -44,3 +45,4 @@ async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_pat
                 break
         assert len(drafters) == 1
         assert merged.usage.accepted > 0
+    assert any("let go by session" in line and line.endswith("others draft the same") for line in lines)

@@ -54,7 +54,7 @@ def drafter(context: typer.Context, redis: Redis = "") -> None:
     Without --redis no router finds it, and it drafts for engines that name its address, such as vLLM.
     """
     config: DrafterConfig = section(context)
-    _work("drafter", config, redis, (config.model, config.target, config.heads))
+    _work("drafter", config, redis, (config.model, *config.candidates, config.target, config.heads))
 
 
 def _work(

@@ -13,9 +13,11 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from drafter_svc.choice import targets_at
 from outrider.client import AsyncClient
 from outrider.core.session.protocol import PROTOCOL
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.fleet.cluster import LocalCluster
 from outrider.store.redis.client import connect
 from outrider.store.registry import Registry, Worker
@@ -91,6 +93,13 @@ async def test_what_is_no_drafter_is_told_so(running: LocalCluster, first: bytes
     async with stream(running) as call:
         await call.write(first)
         assert why in await ended(call)
+
+
+async def test_a_drafter_that_has_not_dialed_yet_is_told_what_it_could_draft_for(running: LocalCluster) -> None:
+    (target,) = await targets_at(running.router_address, None)
+    assert (target.model, target.tokenizer_digest) == ("target", DIGEST)
+    assert target.weights == weights_digest(MODELS / "target")
+    assert 100 < target.pass_us < 1_000_000
 
 
 async def test_one_that_says_nothing_or_becomes_another_is_let_go(running: LocalCluster) -> None:
