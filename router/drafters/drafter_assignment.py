@@ -24,10 +24,35 @@ QUERY_AFTER_S = 0.25  # how long drafters may be missing before the router asks 
 REPLACE_AFTER_S = 1.0  # how long drafters may be missing before they are replaced
 REVIEW_S = 2.0  # between two reviews of where drafters are attached
 DRAFTED_FIRST = 3  # drafted steps that are not measured after a tier change
-REPEATS = "others draft the same"  # why a drafter is let go
+POINTLESS_S = 5.0  # how long a drafter may bring nothing before one of another kind takes its place
+POINTLESS = 0.05  # share of that time in whose steps drafts were accepted, below which they bring nothing
+REPEATS, BRINGS_NOTHING = "others draft the same", "its drafts bring nothing"  # why a drafter is let go
 SETTLING_STEPS = 8  # a tier change has settled after this many steps, with drafts or without
 
 log = logging.getLogger(__name__)
+
+
+class UsefulTime:
+    """The share of a generation's time in whose steps drafts were accepted."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None  # when the last step ended
+        self._all_s = self._useful_s = 0.0
+
+    def observe(self, now: float, *, useful: bool) -> None:
+        """Add a step."""
+        seconds = 0.0 if self._last is None else now - self._last
+        self._last = now
+        self._all_s += seconds
+        self._useful_s += seconds * useful
+
+    def take_pointless(self) -> bool:
+        """Return whether drafts have brought nothing for long; then, or if they have, begin anew."""
+        if self._all_s < POINTLESS_S:
+            return False
+        pointless = self._useful_s < POINTLESS * self._all_s
+        self._all_s = self._useful_s = 0.0
+        return pointless
 
 
 class TierWindow:
@@ -98,6 +123,7 @@ class DrafterSet:
         self._reduced: Counter[int] = Counter()  # by tier: how many fewer are wanted since useless ones were detached
         self._expected_direct = wanted  # drafters that should subscribe at the verifier itself
         self._tier_window = TierWindow(frozenset(), frozenset())
+        self._useful_time = UsefulTime()
         self._missing_since: float | None = None
         self._replaced: list[Worker] = []  # drafters that others have replaced, still attached
         self._queried = False  # the missing drafters were asked for the reason in this shortage
@@ -127,6 +153,7 @@ class DrafterSet:
         """
         now = time.monotonic()
         self._tier_window.observe(tokens, now, drafted=report.verified > 0, resting=report.resting)
+        self._useful_time.observe(now, useful=report.accepted > 0)
         if contributions and not self._replaced:  # a replacement drafts the same as the drafter that it replaces
             self._drop_useless(contributions)
         if report.drafters >= self._expected_direct:
@@ -258,8 +285,9 @@ class DrafterSet:
         await self._attach_missing()
 
     async def _rebalance(self) -> None:
-        """Move to a drafter that has fewer sessions, if there is one: drafters come and go while sessions run. The old
-        drafter drafts until the next review, because the new one has to read the text first."""
+        """Move to a drafter of another kind if this one brings nothing, else to one that has fewer sessions: drafters
+        come and go while sessions run. One that helps drafts until the next review, because the new one has to read the
+        text first."""
         while self._replaced:
             await self._attached.detach(self._replaced.pop())
         if self._assignment.single:
@@ -268,6 +296,12 @@ class DrafterSet:
         mine = [worker for worker in known if worker.worker_id in self._attached]
         others = [worker for worker in known if worker not in mine and worker.worker_id not in self._declined]
         if not mine or not others:
+            return
+        unlike = [it for it in others if (it.model, it.zone, it.gate) != (mine[0].model, mine[0].zone, mine[0].gate)]
+        if len(mine) == 1 and unlike and self._useful_time.take_pointless():
+            if await self._attached.attach(DrafterPlacement(unlike[0], self._assignment.upstream)):
+                self._declined.add(mine[0].worker_id)
+                await self._attached.detach(mine[0], BRINGS_NOTHING)
             return
         here, other, zone = max(mine, key=self._worker_pool.sessions), others[0], self._assignment.upstream.zone
         if self._worker_pool.suspected(other) or in_other_zone(other.zone, zone) > in_other_zone(here.zone, zone):

@@ -245,6 +245,7 @@ class FakeDrafter(DrafterServicer):
         self.frozen = frozen
         self.attached: set[str] = set()
         self.asked = 0
+        self.let_go: list[str] = []  # why it was detached from sessions that go on
         self.answer = drafter_pb2.AttachResponse()
 
     async def Attach(
@@ -260,6 +261,7 @@ class FakeDrafter(DrafterServicer):
         self, request: drafter_pb2.DetachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> drafter_pb2.DetachResponse:
         self.attached.discard(request.session_id)
+        self.let_go += filter(None, [request.why])
         return drafter_pb2.DetachResponse()
 
 

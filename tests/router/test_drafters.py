@@ -93,3 +93,27 @@ async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monke
         call.cancel()
         with suppress(asyncio.CancelledError):
             await reader
+
+
+async def test_a_drafter_that_brings_nothing_gives_way_to_one_of_another_kind_and_is_told_so(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_assignment, "POINTLESS_S", 0.1)
+    monkeypatch.setattr(drafter_assignment, "REVIEW_S", 0.05)
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)  # it accepts nothing, a token a step
+    verifier.drafters = 1
+    near, alike, far = FakeDrafter(), FakeDrafter(), FakeDrafter()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(running_router(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        for drafter, model, sessions in ((near, "small", 0), (alike, "small", 1), (far, "larger", 2)):
+            entry = announced(drafter, rig.registry, MODEL.digest, model=model, sessions=sessions)
+            await stack.enter_async_context(entry)
+        call = rig.stub.Generate(ask(max_tokens=50))
+        reader = asyncio.create_task(drain(call))
+        await until(lambda: bool(near.attached))
+        await until(lambda: bool(far.attached) and not near.attached)
+        assert near.let_go == ["its drafts bring nothing"]
+        verifier.stride, asked = 2, far.asked  # of its drafts one is accepted in each step
+        await reader
+        assert (near.asked, alike.asked, far.asked, far.let_go) == (1, 0, asked, [])
