@@ -117,7 +117,9 @@ def main(
         typer.Option(
             "--overlap",
             help="Distance suite: a row in which drafters draft beside a pass always, never, or in rounds; measured "
-            "leaves it to the verifier. [default: measured]",
+            "leaves it to the verifier. With 'relayed' and 'relayed rounds' the drafter dials, and drafts through the "
+            "router; with 'larger' it is a larger one, with 'both' that one and the usual one near. "
+            "[default: measured]",
         ),
     ] = None,
     peers: Annotated[

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.faults import FaultProxy
@@ -20,17 +21,26 @@ from bench.rows.cluster import ClusterRow, running
 from bench.rows.engine_time import PAGE
 from bench.rows.pinning import CoreSplit, pinned, split_cores
 from bench.rows.requests import BenchRequest
+from outrider.config import TlsConfig
+from outrider.rpc.certificates import make as make_certificates
 
 PLAIN = "plain"
 LEARNING_TOKENS = 768  # of each generation before a row is measured
 LEARNING_ROUNDS = 2  # generations at each temperature
-# Keys of [router] by outrider.core.session.contract.PlanOverlap: when drafters draft, beside the verifier's passes.
+# Keys of [router], by row. The first are by outrider.core.session.contract.PlanOverlap: when drafters draft, beside the
+# verifier's passes.
 OVERLAPS: dict[str, dict[str, Any]] = {
     "measured": {},
     "always": {"overlap": True},
     "never": {"overlap": False},
     "rounds": {"policy": "rounds", "depth": 4},
+    "relayed": {},
+    "relayed rounds": {"policy": "rounds", "depth": 4},
+    "larger": {},
+    "both": {"drafters_per_session": 2},
 }
+RELAYED = "relayed"  # beginning of the rows whose drafter dials the router, and sends its drafts through it
+LARGER, BOTH = "larger", "both"  # a larger drafter behind the link, alone or with the usual one that is near
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -98,13 +108,30 @@ def options_of(options: BenchOptions, overlap: str) -> BenchOptions:
 async def _distant(
     options: BenchOptions, target: Path, name: str, split: CoreSplit, link: Link
 ) -> AsyncIterator[ClusterRow]:
-    """Start a cluster with a proxy as the link between drafter and verifier. Yield its row."""
-    async with (
-        FaultProxy("", seed=SEED) as proxy,
-        running(options.cluster(target, via=proxy.address), split) as cluster,
-    ):
-        proxy.target = cluster.verifier_address  # set before the first connection
-        link.apply(proxy)
+    """Start a cluster with a proxy as the link between drafter and verifier, or router. Yield its row."""
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(FaultProxy("", seed=SEED))
+        config = options.cluster(target, via=proxy.address)
+        if name.startswith(RELAYED):
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-relay-")))
+            make_certificates(folder, [])
+            tls = TlsConfig(ca=folder / "ca.pem", cert=folder / "{role}.pem", key=folder / "{role}.key")
+            alone = config.model_copy(update={"tls": tls, "drafter": []})
+            cluster = await stack.enter_async_context(running(alone, split))
+            proxy.target = cluster.router_address
+            link.apply(proxy)
+            # Without a certificate of its own it reaches no verifier, as a laptop does not.
+            dialing = {"via": None, "connect": proxy.address, "ca": tls.ca}
+            await cluster.scale([drafter.model_copy(update=dialing) for drafter in config.drafter])
+        else:
+            (drafter,) = config.drafter
+            larger = drafter.model_copy(update={"model": options.models / "mid"})
+            if name in (LARGER, BOTH):
+                near = [drafter.model_copy(update={"via": None})] if name == BOTH else []
+                config = config.model_copy(update={"drafter": [*near, larger]})
+            cluster = await stack.enter_async_context(running(config, split))
+            proxy.target = cluster.verifier_address  # set before the first connection
+            link.apply(proxy)
         yield ClusterRow(name, cluster, None)
 
 

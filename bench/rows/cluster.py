@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
 from outrider.cli.performance.samples import Sample, timed
 from outrider.client import AsyncClient
-from outrider.config import ClusterConfig, RedisConfig
+from outrider.config import ClusterConfig, DrafterConfig, RedisConfig
 from outrider.core.session.contract import SHARED_NOISE, RuleName
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
@@ -46,6 +46,15 @@ class BenchCluster:
     def verifier_address(self) -> str:
         """ "host:port"."""
         return self._local.processes["verifier-0"].address
+
+    @property
+    def router_address(self) -> str:
+        """ "host:port"."""
+        return self._local.router_address
+
+    async def scale(self, drafters: Sequence[DrafterConfig]) -> None:
+        """Change the drafters. Raises as `LocalCluster.scale`."""
+        await self._local.scale(drafters)
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of router, verifier, drafter and Redis, by name."""
@@ -104,7 +113,8 @@ async def running(
         else:
             pin(redis.pid, split.others)
             cluster = PinnedCluster(config, split, note_page)
-        async with cluster as local, AsyncClient(local.router_address, tls=False) as client:
+        ca = None if config.tls is None else config.tls.ca
+        async with cluster as local, AsyncClient(local.router_address, tls=ca is not None, ca=ca) as client:
             yield BenchCluster(local, redis, client, pages)
 
 

@@ -37,7 +37,7 @@ def bench(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[s
         (("--rule", "typical-acceptance"), ("--rule: 'typical-acceptance' must be one of",)),
         (("--drafts", "model"), ("--drafts: 'model' must be one of prompt-lookup, suffix, retrieval",)),
         (("--link", "wide"), ("--link: 'wide' must be a round trip in milliseconds, or one of jitter, narrow",)),
-        (("--overlap", "ahead"), ("--overlap: 'ahead' must be one of measured, always, never, rounds",)),
+        (("--overlap", "ahead"), ("--overlap: 'ahead' must be one of measured, always, never, rounds, relayed, ",)),
     ],
     ids=["peer", "key", "rule", "lossy rule", "drafter of another row", "link", "overlap"],
 )
