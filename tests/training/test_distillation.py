@@ -123,6 +123,12 @@ def test_a_finished_training_is_finished(target: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_a_training_may_end_sooner_than_it_was_begun_for(target: Path, tmp_path: Path) -> None:
+    begun = train(recipe(target, tmp_path / "out", minutes=60), steps=2)
+    resumed = begin(recipe(target, tmp_path / "out", minutes=begun.progress.seconds / 60))
+    assert (resumed.progress.step, resumed.progress.spent) == (2, 1.0)
+
+
 def test_a_training_does_not_resume_with_other_settings_or_texts(target: Path, tmp_path: Path) -> None:
     train(recipe(target, tmp_path / "out"), steps=2)
     with pytest.raises(ConfigError, match=r"begun with batch = 4, not 8; give the same again .*another --output"):

@@ -22,7 +22,7 @@ from outrider.training.saving.atomic_save import recover, replaced
 
 STATE, MODEL, MOMENTS = "state.json", "model.safetensors", "moments.safetensors"
 # Settings of a recipe that may change between two runs of one training, and those that a digest stands for instead.
-FREE = {"output", "device", "threads", "measure_steps", "save_steps", "save_minutes", "teacher"}
+FREE = {"output", "minutes", "device", "threads", "measure_steps", "save_steps", "save_minutes", "teacher"}
 NAMED = {"text", "pattern", "field", "skip_invalid", "held_out", "target", "tokenizer", "start"}
 
 
