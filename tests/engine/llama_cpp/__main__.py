@@ -24,7 +24,8 @@ def environment() -> dict[str, str]:
     links.mkdir(exist_ok=True)
     for package in PACKAGES:
         if not (link := links / package).exists():
-            link.symlink_to(installed / package)
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(installed / package, links))  # relative: the folder may be moved
     paths = [os.environ.get("PYTHONPATH", ""), str(links)]
     library = str(FOLDER / "library" / "bin")
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "LLAMA_CPP_LIB_PATH": library}
