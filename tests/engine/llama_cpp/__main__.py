@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.peers.llama_cpp import FOLDER, build
+from tests.engine.llama_cpp.converter import fetch_converter
 
 PACKAGES = "llama_cpp", "diskcache"  # what this environment has not
 
@@ -32,5 +33,7 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    run_in = environment()
+    fetch_converter()
     tests = [sys.executable, "-m", "pytest", str(Path(__file__).parent), *sys.argv[1:]]
-    sys.exit(subprocess.run(tests, env=environment(), check=False).returncode)
+    sys.exit(subprocess.run(tests, env=run_in, check=False).returncode)
