@@ -51,6 +51,11 @@ def is_compiled(folder: Path, backend: Backend, device: str) -> bool:
     return device == "cpu" and not missing() and chosen_backend(folder, backend) == "native"
 
 
+def has_two_engines(file: Path) -> bool:
+    """Return whether both the compiled kernels and llama.cpp can run a model here. Raises CheckpointError."""
+    return is_gguf(file) and find_spec("llama_cpp") is not None and is_compiled(file, "auto", "cpu")
+
+
 def connect_ranks(
     folder: Path,
     backend: Backend,

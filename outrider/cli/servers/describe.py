@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
@@ -34,6 +34,7 @@ Costs = dict[int, float]  # seconds of a pass over n tokens
 
 TOKENS = (2, 4, 8, 16, 32, 64)
 DECODE_TOKENS = 2  # tokens in a decode step of one session
+COMPARED_TOKENS = (1, 8)  # tokens in a pass of each engine that can run a checkpoint
 CONTEXT = 256  # tokens in the KV cache before a measured pass
 ROUNDS = 8
 REPEATS = 3  # passes in a round
@@ -80,7 +81,8 @@ def describe(
 ) -> None:
     """Describe a checkpoint or a running server; for a checkpoint, measure its passes on this machine.
 
-    A model that runs through transformers has only fast numerics, and cannot always verify trees.
+    A model that runs through transformers has only fast numerics, and cannot always verify trees. A GGUF file's passes
+    are measured in llama.cpp, too, where it is installed.
     """
     from rich.console import Console
 
@@ -91,7 +93,7 @@ def describe(
         elif not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
-            from outrider.engine.loading import chosen_backend, load_engine
+            from outrider.engine.loading import chosen_backend, has_two_engines, load_engine
             from outrider.hub import checkpoint_folder
 
             folder = checkpoint_folder(target)
@@ -110,7 +112,14 @@ def describe(
             if chosen_backend(folder, backend) == "native":
                 kv = "" if kv_dtype == "auto" else f" with KV in {kv_dtype}"
                 how = f"{dtype}{kv}, {threads} thread{'s' if threads > 1 else ''}"
-                _describe_folder(screen, folder, load, layers, skipped, how)
+                engine, costs = _describe_folder(screen, folder, load, layers, skipped, how)
+                as_it_is = backend == dtype == kv_dtype == "auto" and layers is None and not skipped
+                line = last_line(engine, costs)
+                if as_it_is and has_two_engines(folder):
+                    native = _measure(engine, COMPARED_TOKENS)
+                    del engine  # before llama.cpp needs memory
+                    _compare_engines(screen, native, load)
+                print(line, flush=True)
             else:
                 _describe_any(screen, folder, load, chosen_backend(folder, backend))
 
@@ -126,7 +135,8 @@ def _describe_pair(screen: Console, drafter: str, target: str) -> None:
 
 def _describe_folder(
     screen: Console, folder: Path, load: Callable[..., Engine], layers: int | None, skip: Collection[int], how: str
-) -> None:
+) -> tuple[Engine, Costs]:
+    """Print what a checkpoint is and what its passes cost here; return the engine and those costs."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -154,7 +164,33 @@ def _describe_folder(
         measuring = progress.add_task("measuring passes", total=ROUNDS)
         costs = _measure(engine, on_round=lambda: progress.advance(measuring))
     _print_costs(screen, costs, how)
-    print(last_line(engine, costs), flush=True)
+    return engine, costs
+
+
+def _compare_engines(screen: Console, native: Costs, load: Callable[..., Engine]) -> None:
+    """Print what passes cost in the compiled engine and in llama.cpp, and which of them "auto" takes."""
+    from rich.console import Console
+
+    from outrider.errors import CheckpointError, ConfigError
+
+    screen.print()
+    try:
+        with Console(stderr=True).status("measuring passes of llama.cpp ..."):
+            engine = load(backend="llama.cpp")
+            found = {"native": native, "llama.cpp": _measure(engine, COMPARED_TOKENS)}
+            engine.close()
+    except (CheckpointError, ConfigError) as error:
+        screen.print(f"llama.cpp does not run it: {error}", markup=False)
+        return
+    table = figures_table("backend", *(f"{tokens} token{'s' if tokens > 1 else ''}, ms" for tokens in COMPARED_TOKENS))
+    for backend, costs in found.items():
+        table.add_row(backend, *(f"{costs[tokens] * 1e3:.2f}" for tokens in COMPARED_TOKENS))
+    screen.print(table)
+    screen.print(
+        'Backend "auto" takes native: a token has the same logits in every batch there, bit for bit. llama.cpp lacks '
+        'that; it is for families and devices that native lacks, and for backend = "llama.cpp".',
+        markup=False,
+    )
 
 
 def _describe_any(screen: Console, folder: Path, load: Callable[..., Engine], backend: Backend) -> None:
@@ -164,7 +200,7 @@ def _describe_any(screen: Console, folder: Path, load: Callable[..., Engine], ba
 
     with Console(stderr=True).status(f"loading {folder} ..."):
         engine = load(backend=backend)
-        costs = _measure(engine, on_round=lambda: None)
+        costs = _measure(engine)
     _print_facts(
         screen,
         [
@@ -192,7 +228,7 @@ def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
     ]
 
 
-def _measure(engine: Engine, on_round: Callable[[], None]) -> Costs:
+def _measure(engine: Engine, counts: Sequence[int] = TOKENS, on_round: Callable[[], None] = lambda: None) -> Costs:
     """Return the time of the fastest pass for each number of tokens, over several rounds.
 
     `on_round` is called after each round.
@@ -200,7 +236,7 @@ def _measure(engine: Engine, on_round: Callable[[], None]) -> Costs:
     fastest: Costs = {}
     until = time.monotonic() + MEASURING_S
     for _ in range(ROUNDS):
-        for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
+        for tokens, seconds in engine.measure_costs(counts, CONTEXT, REPEATS):
             fastest[tokens] = min(fastest.get(tokens, seconds), seconds)
         on_round()
         if time.monotonic() > until:

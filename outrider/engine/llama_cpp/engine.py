@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_outline, read_tokenizer_digest
-from outrider.engine.checkpoints.gguf.config import kv_values
+from outrider.engine.checkpoints.checkpoint import read_eos_ids, read_tokenizer_digest
+from outrider.engine.checkpoints.gguf.config import gguf_outline, kv_values
 from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.stored_tensors import main_kind
 from outrider.engine.interface.batch import Segment
@@ -18,7 +18,7 @@ from outrider.engine.interface.engine import PAGE, Engine, Traits, check_kv_memo
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.llama_cpp.library import LlamaContext, LlamaModel
 from outrider.engine.llama_cpp.sequences import BatchToken, SlotSequences
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 LEAVES = 16  # sequences of a slot, on average
 MOST_SEQUENCES = 256  # of llama.cpp
@@ -34,24 +34,27 @@ class LlamaCppEngine(Engine):
     @classmethod
     def load(cls, path: Path, it: EngineSettings) -> LlamaCppEngine:
         """Raises CheckpointError and ConfigError."""
-        on_device = it.device != "cpu"
-        model = LlamaModel(path, on_device=on_device)
-        if model.recurrent:
-            model.close()
-            raise CheckpointError(f"{path}: has a state that cannot be taken back, so it verifies no drafts")
-        file, rows = read_gguf(path), it.rows_for(read_outline(path).context)
-        kind = main_kind(file.tensors.values())
+        file, on_device = read_gguf(path), it.device != "cpu"
+        context = gguf_outline(file).context
+        rows, kind = it.rows_for(context), main_kind(file.tensors.values())
         cell = kv_values(file) * (4 if kind == "f32" else 2)
-        cells = it.slots * rows
+        if it.slots >= MOST_SEQUENCES:
+            raise ConfigError(f"slots: llama.cpp has sequences for at most {MOST_SEQUENCES - 1}; give fewer")
         if it.kv_memory is not None:
             check_kv_memory(it.kv_memory, cell * rows, rows)
+        model = LlamaModel(path, on_device=on_device)
+        if model.recurrent or not cell:
+            model.close()
+            raise CheckpointError(f"{path}: has a state that cannot be taken back, so it verifies no drafts")
+        cells = it.slots * rows
+        if it.kv_memory is not None:
             cells = min(cells, it.kv_memory // cell)
         elif not on_device:
             cells = min(cells, max(rows, host_memory() // 2 // cell))
         sequences = min(MOST_SEQUENCES, it.slots * LEAVES + 1)
         threads = it.threads or os.cpu_count() or 1
-        context = LlamaContext(model, cells, sequences, threads, on_device=on_device, precise=kind == "f32")
-        engine = cls(model, context, _traits(path, model, it, kind, rows, cells, cell), cells, sequences)
+        kv = LlamaContext(model, cells, sequences, threads, on_device=on_device, precise=kind == "f32")
+        engine = cls(model, kv, _traits(path, model, it, kind, context, cells, cell), cells, sequences)
         if it.progress is not None:
             it.progress(1.0)
         return engine
@@ -109,8 +112,10 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _traits(path: Path, model: LlamaModel, it: EngineSettings, kind: str, rows: int, cells: int, cell: int) -> Traits:
-    context = read_outline(path).context
+def _traits(
+    path: Path, model: LlamaModel, it: EngineSettings, kind: str, context: int, cells: int, cell: int
+) -> Traits:
+    rows = it.rows_for(context)
     return Traits(
         vocabulary=model.vocabulary,
         context=context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from bench.peers.gguf import write_gguf
 from outrider.engine.checkpoints.block_types import dequantize
 from outrider.engine.checkpoints.checkpoint import Weights, read_config, read_eos_ids, read_outline
+from outrider.engine.checkpoints.gguf.config import kv_values
+from outrider.engine.checkpoints.gguf.header import read_gguf
 from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.engine.checkpoints.rope import Llama3Scaling
 from outrider.engine.checkpoints.stored_tensors import ALL
@@ -22,11 +25,15 @@ from outrider.engine.transformers.quiet import quiet
 from outrider.errors import CheckpointError
 from tests.engine.gguf.small_files import (
     CONTROL,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
     NORMAL,
     USER_DEFINED,
     VOCABULARY,
     WIDTH,
     Made,
+    Typed,
     model_metadata,
     model_tensors,
     write,
@@ -150,6 +157,28 @@ def refused(path: Path, metadata: Any, tensors: Any = None) -> str:
 )
 def test_metadata_that_are_refused(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
     assert refused(tmp_path / "a.gguf", model_metadata(**changes)).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({}, LAYERS * KV_HEADS * 2 * (WIDTH // HEADS)),
+        ({"head_count_kv": None}, LAYERS * HEADS * 2 * (WIDTH // HEADS)),
+        ({"head_count_kv": [0, 3], "key_length": 8, "value_length": 5}, 3 * (8 + 5)),
+        ({"head_count_kv": None, "head_count": 0}, 0),  # as Mamba's
+    ],
+)
+def test_numbers_in_the_keys_and_values_of_a_token(tmp_path: Path, changes: dict[str, Any], values: int) -> None:
+    changes = {f"attention__{name}": value for name, value in changes.items()}
+    assert kv_values(read_gguf(write(tmp_path / "a.gguf", model_metadata(**changes), {}))) == values
+
+
+@pytest.mark.parametrize("heads", [None, "x", [1, 2, 3], Typed(5, struct.pack("<i", -1))])
+def test_numbers_of_heads_that_are_refused(tmp_path: Path, heads: Any) -> None:
+    changes = {"attention__head_count_kv": heads, "attention__head_count": None}
+    file = read_gguf(write(tmp_path / "a.gguf", model_metadata(**changes), {}))
+    with pytest.raises(CheckpointError, match=r"head_count_kv.* must be a number, or 2 numbers"):
+        kv_values(file)
 
 
 def test_a_vocabulary_that_differs_from_its_embedding(tmp_path: Path) -> None:

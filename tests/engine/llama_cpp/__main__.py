@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.peers.llama_cpp import FOLDER, build
+from tests.engine.llama_cpp.converter import fetch_converter
 
 PACKAGES = "llama_cpp", "diskcache"  # what this environment has not
 
@@ -24,12 +25,15 @@ def environment() -> dict[str, str]:
     links.mkdir(exist_ok=True)
     for package in PACKAGES:
         if not (link := links / package).exists():
-            link.symlink_to(installed / package)
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(installed / package, links))  # relative: the folder may be moved
     paths = [os.environ.get("PYTHONPATH", ""), str(links)]
     library = str(FOLDER / "library" / "bin")
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "LLAMA_CPP_LIB_PATH": library}
 
 
 if __name__ == "__main__":
+    run_in = environment()
+    fetch_converter()
     tests = [sys.executable, "-m", "pytest", str(Path(__file__).parent), *sys.argv[1:]]
-    sys.exit(subprocess.run(tests, env=environment(), check=False).returncode)
+    sys.exit(subprocess.run(tests, env=run_in, check=False).returncode)

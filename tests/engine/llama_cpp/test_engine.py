@@ -120,15 +120,26 @@ def test_a_deep_tree_takes_no_more_memory_than_its_slot(file: Path) -> None:
         ({"dtype": "bfloat16"}, "dtype: llama.cpp computes with the types of the file"),
         ({"numerics": "invariant"}, "numerics: invariant is for the native backend alone"),
         ({"kv_memory": 1 << 16}, "kv_memory: 65536 bytes are too few for one text"),
+        ({"slots": 256}, "slots: llama.cpp has sequences for at most 255"),
         ({"layers": 1}, "layers, skip: only the native backend"),
         ({"backend": "native", "device": "gpu"}, "device: gpu is for llama.cpp, and backend is native; use cuda"),
         ({"kv_dtype": "int8"}, "kv_dtype: int8 is served by the compiled engine alone"),
     ],
 )
-def test_settings_that_it_has_not_are_refused(settings: dict[str, object], problem: str, file: Path) -> None:
+def test_settings_that_it_has_not_are_refused_before_weights_are_read(
+    settings: dict[str, object], problem: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(llama_cpp, "LlamaModel")
     given = {"dtype": "auto", "slots": 1, "backend": "llama.cpp"} | settings
     with pytest.raises(ConfigError, match=problem):
         load_engine(file, **given)  # type: ignore[arg-type]
+
+
+def test_as_many_sessions_as_there_are_sequences_are_served(file: Path) -> None:
+    engine = load_engine(file, backend="llama.cpp", dtype="auto", slots=255, rows=16, threads=1)
+    tokens = random_tokens(engine, np.random.default_rng(6), 8)
+    first, last = (engine.forward([prompt(slot, tokens)]) for slot in (0, 254))
+    assert np.allclose(first, last, atol=1e-4)
 
 
 def test_folders_and_files_that_it_cannot_read_are_refused(file: Path, tmp_path: Path) -> None:

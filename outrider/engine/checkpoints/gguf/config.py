@@ -113,14 +113,20 @@ def gguf_outline(file: GgufFile) -> Outline:
 
 
 def kv_values(file: GgufFile) -> int:
-    """Return how many numbers the keys and values of a token have, in all layers. Raises CheckpointError."""
+    """Return how many numbers the keys and values of a token have, in all layers: 0 for a model with a state in their
+    place. Raises CheckpointError.
+    """
     kind = file.text("general.architecture")
     layers = file.number(f"{kind}.block_count", most=MOST_LAYERS)
-    heads = file.metadata.get(f"{kind}.attention.head_count_kv", file.number(f"{kind}.attention.head_count"))
+    heads = file.metadata.get(f"{kind}.attention.head_count_kv", file.metadata.get(f"{kind}.attention.head_count"))
     try:
         of_layers = np.broadcast_to(np.asarray(heads, np.int64), layers)
     except (TypeError, ValueError):
-        raise file.wrong(f"{kind}.attention.head_count_kv", f"a number, or {layers} numbers") from None
+        of_layers = np.array([-1])
+    if of_layers.min() < 0:
+        raise file.wrong(f"{kind}.attention.head_count_kv", f"a number, or {layers} numbers")
+    if not of_layers.any():
+        return 0
     size = head_dim(file)
     return int(of_layers.sum()) * (size + file.number(f"{kind}.attention.value_length", size))
 
