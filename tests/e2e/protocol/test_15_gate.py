@@ -128,7 +128,7 @@ async def test_a_drafter_that_answers_no_call_or_wrongly_delays_nobody(
 ) -> None:
     async with AsyncClient(running.router_address) as client:
         plain = await client.generate(prompts[0], speculation="off", **TERMS)
-        async with stream(running) as call, dialed(running.router_address):
+        async with dialed(running.router_address), stream(running) as call:
             first = entry(slots=10_000)
             await call.write(first.SerializeToString())
 
