@@ -115,11 +115,12 @@ async def test_turns_on_a_warm_prefix_are_drafted_for(
     cluster: LocalCluster, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     verifier, drafter = cluster.processes["verifier-0"].address, drafter_of(cluster).address
-    prompt, contract = tokenizer.encode(prompts[0]).ids, Contract(seed=3, max_tokens=60, temperature=0.0)
+    prompt, contract = tokenizer.encode(prompts[0]).ids, Contract(seed=3, max_tokens=200, temperature=0.0)
     await decode(verifier, prompt, replace(contract, max_tokens=4), plan=ROUNDS, drafters=[drafter])  # opens its stream
     for _ in range(2):
         answer = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
-        assert answer.accepted > 20
+        joined = [report for report in answer.reports if report.drafters]
+        assert sum(report.accepted for report in joined) > max(20, len(joined) / 2)
         prompt = [*prompt, *answer.tokens]
     assert answer.reports[0].rows < 10
 
