@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
-from drafter_svc.loading import load_part
+from drafter_svc.loading import load_part, trained_for
 from outrider.client._connection import Access, resolve
 from outrider.config import DrafterConfig
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
-from outrider.engine.checkpoints.model_card import read_card
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
@@ -50,6 +49,8 @@ async def chosen(config: DrafterConfig) -> DrafterConfig:
         return config
     if config.candidates:
         return await asyncio.to_thread(choose, config, await targets_at(config.connect, config.ca))
+    if len([*_numbers(config)]) == 1:
+        return config  # there is nothing to choose, so nothing is loaded to be measured
     threads, level_s, _ = await asyncio.to_thread(with_threads, config)
     log.info("a level takes %.2f ms with threads = %d", 1e3 * level_s, threads)
     return config.model_copy(update={"threads": threads})
@@ -116,23 +117,21 @@ def with_threads(config: DrafterConfig) -> tuple[int, float, int]:
 
 
 def _measured(config: DrafterConfig, targets: Sequence[wire.DraftTarget]) -> MeasuredModel:
-    folder = checkpoint_folder(config.model)
-    pass_s = _pass_s(folder, targets, config)
+    pass_s = _pass_s(config, targets)
     return MeasuredModel(config.model, *with_threads(config), pass_s)
 
 
-def _pass_s(folder: Path, targets: Sequence[wire.DraftTarget], config: DrafterConfig) -> float:
-    """Return the time of the slowest pass among the targets that a checkpoint can draft for. Raises ConfigError."""
-    digest, card = (
-        read_tokenizer_digest(checkpoint_folder(config.target) if config.target else folder),
-        read_card(folder),
-    )
+def _pass_s(config: DrafterConfig, targets: Sequence[wire.DraftTarget]) -> float:
+    """Return the time of the slowest pass among the targets that a checkpoint can draft for.
+
+    Raises ConfigError where there is none, and CheckpointError.
+    """
+    digest, only = read_tokenizer_digest(checkpoint_folder(config.target or config.model)), trained_for(config)
     same = [it for it in targets if it.tokenizer_digest == digest]
     if not same:
         there = ", ".join(sorted({it.model for it in targets})) or "none"
         raise ConfigError(f"has the tokenizer of no target there ({there}); give --target to draft by text")
-    trained_for = card.target_digest if card and not config.any_target else ""
-    own = [it for it in same if not trained_for or it.weights in ("", trained_for)]
+    own = [it for it in same if not only or it.weights in ("", only)]
     if not own:
         raise ConfigError("was trained for another target; give --any-target to draft all the same")
     return max(it.pass_us for it in own) / 1e6

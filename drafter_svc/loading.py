@@ -136,7 +136,7 @@ def with_model(
         context=engine.context,
         slots=config.slots,
         parameters=engine.parameters,
-        trained_for=_trained_for(config),
+        trained_for=trained_for(config),
         features=_wanted_features(config, engine),
     )
     if config.target is not None:
@@ -221,7 +221,7 @@ def own_tls(config: DrafterConfig) -> Tls | None:
     return Tls.read(config.ca, config.cert, config.key)
 
 
-def _trained_for(config: DrafterConfig) -> str:
+def trained_for(config: DrafterConfig) -> str:
     """Return the digest of the only target that the model drafts for; "": it drafts for any. Raises CheckpointError."""
     folder = checkpoint_folder(config.model)
     if config.heads is not None:
