@@ -79,7 +79,7 @@ async def test_a_crowd_at_the_gate_disturbs_no_session_and_leaves_nothing(second
         answers = await asyncio.gather(*map(ask, plain))
         called = await asyncio.gather(*crowd)
         assert min(answers) >= seconds / 10
-        assert sum(called) > seconds
+        assert sum(called) > sum(answers) / 10
         async with dialed(running.router_address):
             assert await drafted(client, prompts[4])
         async with aclosing(connect(running.redis_url)) as redis, asyncio.timeout(10):
