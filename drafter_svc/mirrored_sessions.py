@@ -73,7 +73,7 @@ class MirroredSessions(dict[Attachment, ScheduledSession]):
         super().__init__()
         self._kinds = SessionKinds(tree)
         self.relays: dict[str, Relay] = {}  # by session id, for the lower tier
-        self.slots = KvSlots(executor.engine.slots)
+        self.slots = KvSlots(executor.engine.slots, rewinds=executor.engine.rewinds)
         self.preempted = 0  # how often a session's KV was released for lack of memory
         self.budget = PageBudget(executor.engine, self.slots)
         self._executor = executor

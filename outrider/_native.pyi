@@ -51,6 +51,9 @@ class Model:
         head_dtype: str,
         kv_dtype: str,
         shape: tuple[int, int, int, int, int, int, int, int, int, int, int, float, int],
+        parts: tuple[float, float, float, float, float, int, bool, bool, str, Sequence[int], Sequence[int]],
+        experts: tuple[int, int, int, bool, int],
+        delta: tuple[object, ...],
         cosines: Array,
         sines: Array,
         threads: int,
@@ -61,6 +64,7 @@ class Model:
         /,
     ) -> None: ...
     def set_layer(self, index: int, weights: dict[str, Weight], /) -> None: ...
+    def set_expert(self, index: int, expert: int, gate: Weight, up: Weight, down: Weight, /) -> None: ...
     def set_ends(
         self, embedding: Weight | None, norm: Weight, head: Weight, head_ids: Sequence[int] = (), /
     ) -> None: ...

@@ -35,7 +35,7 @@ class OpenSessions(dict[str, VerifierSession]):
     ) -> None:
         super().__init__()
         self.freed = asyncio.Event()  # set whenever a slot is released
-        self.slots = KvSlots(executor.engine.slots, rewinds=not executor.engine.treeless)
+        self.slots = KvSlots(executor.engine.slots, rewinds=executor.engine.rewinds and not executor.engine.treeless)
         self.opened = 0  # sessions, closed ones included
         self.in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._executor = executor

@@ -16,9 +16,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from outrider.config import KvType
-from outrider.engine.checkpoints.checkpoint import UNPADDED, Outline, has_blocks, read_config, read_json, read_outline
+from outrider.engine.checkpoints.checkpoint import (
+    UNPADDED,
+    Outline,
+    family_of,
+    has_blocks,
+    read_config,
+    read_json,
+    read_outline,
+)
 from outrider.engine.checkpoints.gguf.header import kept_header
-from outrider.engine.checkpoints.model_config import SUPPORTED
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.interface.engine import Dtype, Engine, Numerics
@@ -37,18 +44,20 @@ PRECISE = 4 << 30
 log = logging.getLogger(__name__)
 
 
-def chosen_backend(folder: Path, backend: Backend) -> ChosenBackend:
+def chosen_backend(folder: Path, backend: Backend, device: str = "cpu") -> ChosenBackend:
     """Return the backend, with "auto" resolved for a checkpoint. Raises CheckpointError."""
     if backend != "auto":
         return backend
-    if read_outline(folder).model_type in SUPPORTED:
+    read_outline(folder)  # raises for what is no model
+    family = family_of(folder)
+    if family is not None and (family.like_llama or (device == "cpu" and not missing())):
         return "native"
     return "llama.cpp" if is_gguf(folder) and find_spec("llama_cpp") else "transformers"
 
 
 def is_compiled(folder: Path, backend: Backend, device: str) -> bool:
     """Return whether the compiled kernels run a model, or a rank's part, on this machine. Raises CheckpointError."""
-    return device == "cpu" and not missing() and chosen_backend(folder, backend) == "native"
+    return device == "cpu" and not missing() and chosen_backend(folder, backend, device) == "native"
 
 
 def has_two_engines(file: Path) -> bool:
@@ -131,7 +140,7 @@ def load_engine(
     does not have, and for ranks that cannot share it.
     """
     with kept_header(path):
-        chosen = "llama.cpp" if (backend, device) == ("auto", "gpu") else chosen_backend(path, backend)
+        chosen = "llama.cpp" if (backend, device) == ("auto", "gpu") else chosen_backend(path, backend, device)
         if device == "gpu" and chosen != "llama.cpp":
             raise ConfigError(f"device: gpu is for llama.cpp, and backend is {backend}; use cuda")
         if dtype == "auto":

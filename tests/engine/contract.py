@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 
-def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:
+def assert_alike(ours: NDArray[np.floating], expected: NDArray[np.floating], slack: float = 4.0) -> None:
     """As `assert_same`, but the model's own passes of different shapes differ by a few roundings more."""
-    assert_same(ours / 4, reference / 4)
+    assert_same(ours / slack, expected / slack)
 
 
 def test_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path(pair: tuple[Engine, Reference]) -> None:
@@ -39,7 +39,7 @@ def test_sessions_with_trees_in_one_pass_equal_one_forward_for_each_path(pair: t
     chunk = random_tokens(engine, random, 50)
     segments.append(prompt(1, chunk, wanted=2))
     expected += [*reference.logits(chunk)[-2:]]
-    assert_alike(engine.forward(segments), np.array(expected))
+    assert_alike(engine.forward(segments), np.array(expected), reference.slack)
 
 
 def test_a_prompt_in_chunks_equals_the_whole_prompt(pair: tuple[Engine, Reference]) -> None:
@@ -49,7 +49,7 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(pair: tuple[Engine, Referenc
     for size in (1, 2, 19, 37, 1):
         logits.append(engine.forward([prompt(1, tokens[start : start + size], start)]))
         start += size
-    assert_alike(np.concatenate(logits), reference.logits(tokens))
+    assert_alike(np.concatenate(logits), reference.logits(tokens), reference.slack)
 
 
 def test_kv_after_commits_rollbacks_and_a_copy_equals_a_fresh_prefill(pair: tuple[Engine, Reference]) -> None:
@@ -69,7 +69,7 @@ def test_kv_after_commits_rollbacks_and_a_copy_equals_a_fresh_prefill(pair: tupl
     last = random_tokens(engine, random, 3)
     for slot, held in ((2, text), (4, copied)):
         found = engine.forward([prompt(slot, last, len(held))])
-        assert_alike(found, reference.logits(np.concatenate([held, last]))[-3:])
+        assert_alike(found, reference.logits(np.concatenate([held, last]))[-3:], reference.slack)
 
 
 def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: tuple[Engine, Reference]) -> None:
@@ -81,4 +81,4 @@ def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: 
     mask = np.array([[True, False, True, False], [False, True, False, True]])  # each behind another of the first two
     found = engine.forward([Segment(0, 17, nodes[2:], at + 1, mask)])
     expected = [reference.logits([*history, nodes[branch], nodes[2 + branch]])[-1] for branch in (0, 1)]
-    assert_alike(found, np.array(expected))
+    assert_alike(found, np.array(expected), reference.slack)

@@ -16,17 +16,27 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
     JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
+    SmolLM3Config,
 )
 
 WINDOW = 8  # of those that have one: much shorter than the texts
@@ -87,10 +97,46 @@ TREES: dict[str, Shape] = {
     "opt": (OPTConfig, BASE | {"ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": 1}),
     "falcon": (FalconConfig, BASE),
 }
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+LONG: dict[str, Any] = {
+    "original_max_position_embeddings": CONTEXT // 2,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": CONTEXT // 2,
+    },
+}
+COMPILED: dict[str, Shape] = {  # beside some of TREES
+    "llama-linear": (
+        LlamaConfig,
+        BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "granite": (GraniteConfig, BASE | GRANITE),
+    "smollm3": (SmolLM3Config, BASE | {"num_hidden_layers": 5}),
+    "olmo2": (Olmo2Config, BASE),
+    "olmo3": (Olmo3Config, BASE | {"sliding_window": WINDOW, "layer_types": MIXED}),
+    "phi3": (Phi3Config, BASE | {"sliding_window": WINDOW}),
+    "phi3-long": (Phi3Config, BASE | LONG),
+    "qwen3-moe": (Qwen3MoeConfig, BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mixtral": (MixtralConfig, BASE | {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": (OlmoeConfig, BASE | EXPERTS),
+}
+HYBRIDS: dict[str, Shape] = {
+    "qwen3-next": (Qwen3NextConfig, BASE | EXPERTS | LINEAR),
+    "qwen3-5": (Qwen3_5TextConfig, BASE | LINEAR),
+    "qwen3-5-moe": (Qwen3_5MoeTextConfig, BASE | EXPERTS | LINEAR),
+}
 PLAIN: dict[str, Shape] = {
     "mamba": (MambaConfig, MAMBA),
     "jamba": (JambaConfig, BASE | JAMBA),
-    "qwen3-next": (Qwen3NextConfig, BASE | EXPERTS | LINEAR),
     "recurrent-gemma": (RecurrentGemmaConfig, BASE | {"lru_width": 64, "attention_window_size": 16}),
     "bloom": (BloomConfig, {"vocab_size": 131, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
 }
@@ -98,7 +144,7 @@ PLAIN: dict[str, Shape] = {
 
 def make_family(folder: Path, name: str, **changes: Any) -> Path:
     """A random float32 checkpoint; the logits' deviation is about one."""
-    kind, shape = (TREES | PLAIN)[name]
+    kind, shape = (TREES | COMPILED | HYBRIDS | PLAIN)[name]
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(kind(**shape | changes))
     with torch.no_grad():

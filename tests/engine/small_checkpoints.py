@@ -169,6 +169,7 @@ class Reference:
     """`transformers` in float32, or in the type given."""
 
     model: Any
+    slack: float = 4.0  # of `contract.assert_alike`
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32, attention: str | None = "sdpa") -> Reference:

@@ -123,7 +123,7 @@ def test_costs_are_measured_in_the_time_that_is_given(monkeypatch: pytest.Monkey
     class Slow:
         """A pass takes a second for each row."""
 
-        compiles_sizes, treeless, rows, slots, context = False, "", 600, 2, 512
+        compiles_sizes, treeless, rewinds, rows, slots, context = False, "", True, 600, 2, 512
 
         def _try(self, segment: Segment) -> None:
             ran.append(len(segment.tokens))

@@ -19,7 +19,7 @@ from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.treeless import TreelessEngine
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import Backend
-from tests.engine.families import CONTEXT, WINDOW, make_family
+from tests.engine.families import CONTEXT, make_family
 from tests.engine.small_checkpoints import make_checkpoint
 
 
@@ -120,8 +120,7 @@ def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:
     assert (gpt2.model_type, gpt2.vocabulary, gpt2.context) == ("gpt2", 131, CONTEXT)
     windowed = make_family(tmp_path / "mistral", "mistral-window")
     assert chosen_backend(windowed, "auto") == "native"
-    assert outline(windowed).context == WINDOW  # the native engine has no windows
-    assert outline(windowed, "transformers").context == CONTEXT
+    assert outline(windowed).context == outline(windowed, "transformers").context == CONTEXT
 
 
 @pytest.mark.parametrize(

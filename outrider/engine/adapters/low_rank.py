@@ -165,7 +165,7 @@ def parse_adapter(files: AdapterFiles, config: ModelConfig) -> LowRankAdapter:
     found: dict[tuple[int, str], dict[str, str]] = {}  # names of A and B, by layer and module
     for number, name in enumerate(weights.files, 1):
         match = _TENSOR.fullmatch(name)
-        if match is None or MODULES.get(match[4]) != match[3] or int(match[2]) >= config.layers:
+        if match is None or MODULES.get(match[4]) != match[3] or not _adaptable(config, int(match[2]), match[3]):
             raise CheckpointError(
                 f"{folder / TENSORS}: {name if _OTHER.fullmatch(name) else f'tensor {number}'} is not of a linear that "
                 f"can be adapted: {', '.join(MODULES)} of layers 0 to {config.layers - 1}; train an adapter of this "
@@ -181,6 +181,14 @@ def parse_adapter(files: AdapterFiles, config: ModelConfig) -> LowRankAdapter:
         layers.setdefault(layer, {})[module] = _update(weights, config, scale, path, names, folder / TENSORS)
     rank = max(len(it.a) for layer in layers.values() for it in layer.values())
     return LowRankAdapter(layers, rank, files.digest)
+
+
+def _adaptable(config: ModelConfig, layer: int, part: str) -> bool:
+    """Return whether a model has a layer with linears of that part, rather than experts."""
+    experts = config.parts.experts
+    if layer >= config.layers or (part == "self_attn" and config.parts.gated):
+        return False
+    return not (part == "mlp" and experts is not None and experts.layers[layer])
 
 
 def _check(terms: Mapping[str, Any], file: Path) -> None:

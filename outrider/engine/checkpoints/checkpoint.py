@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from outrider.core.session.digest import (
     tokenizer_content,
     tokenizer_digest,
 )
+from outrider.engine.checkpoints.families import BY_ARCHITECTURE, BY_MODEL_TYPE
+from outrider.engine.checkpoints.families.family import Family
+from outrider.engine.checkpoints.fields import ConfigFields
 from outrider.engine.checkpoints.files import CheckpointFile, ReadFile, read_file
 from outrider.engine.checkpoints.gguf.config import gguf_config, gguf_eos_ids, gguf_outline
 from outrider.engine.checkpoints.gguf.header import read_gguf
@@ -27,10 +31,8 @@ from outrider.engine.checkpoints.gguf.tokenizer import (
 )
 from outrider.engine.checkpoints.model_config import (
     DRAFT_IDS,
-    MOST,
     MOST_CONTEXT,
     MOST_LAYERS,
-    SUPPORTED,
     UNBOUNDED,
     check_draft_ids,
 )
@@ -38,8 +40,8 @@ from outrider.engine.checkpoints.model_config import ModelConfig as ModelConfig
 from outrider.engine.checkpoints.model_config import Outline as Outline
 from outrider.engine.checkpoints.quantized.method import KEY, read_method
 from outrider.engine.checkpoints.quantized.tensors import with_quantized
-from outrider.engine.checkpoints.rope import Rope
-from outrider.engine.checkpoints.stored_tensors import StoredTensors, safetensors_layout
+from outrider.engine.checkpoints.rope import LongScaling, Rope
+from outrider.engine.checkpoints.stored_tensors import StoredTensor, StoredTensors, safetensors_layout
 from outrider.errors import CheckpointError
 from outrider.hub import TOKENIZER, checkpoint_folder, is_gguf, tokenizer_folder
 
@@ -56,6 +58,9 @@ BESIDE = (
 # Names of the longest context in the configurations of model families; families without one get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 MOST_JSON = 256 << 20  # bytes of a file in JSON; tokenizers have 40 MB at most
+# Fields of a model of texts and images that count for its text model, and how that one's tensors are named.
+_OF_BOTH = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+_WITHIN = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
 # Outrider's key in config.json: ids from this one on are padding; see `padding`.
 UNPADDED = "outrider_unpadded_vocabulary"
 
@@ -109,6 +114,21 @@ def read_tokenizer_size(checkpoint: Path) -> int:
     return 1 + max(read_tokenizer(checkpoint)[0].get_vocab().values(), default=-1)
 
 
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a text model; that of a model of texts and images has it within."""
+    text = raw.get("text_config")
+    if str(raw.get("model_type")) in BY_MODEL_TYPE or not isinstance(text, dict):
+        return raw
+    return {**{name: raw[name] for name in _OF_BOTH if name in raw}, **text}
+
+
+def family_of(checkpoint: Path) -> Family | None:
+    """Return the family of a checkpoint; None for one that the engine does not run. Raises CheckpointError."""
+    if is_gguf(checkpoint):
+        return BY_ARCHITECTURE.get(read_gguf(checkpoint).text("general.architecture"))
+    return BY_MODEL_TYPE.get(str(text_fields(read_json(checkpoint / "config.json")).get("model_type")))
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a checkpoint. Raises CheckpointError with the file, the field and what is allowed."""
     if is_gguf(folder):
@@ -116,33 +136,16 @@ def read_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
     path = folder / "config.json"
-    raw = read_json(path)
+    raw = text_fields(read_json(path))
 
-    def wrong(field: str, allowed: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {field} is {raw.get(field)!r:.80}, must be {allowed}")
-
-    def count(field: str, default: int | None = None, most: int = MOST) -> int:
-        value = raw.get(field)
-        if value is None and default is not None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise wrong(field, "a positive integer")
-        if value > most:
-            raise wrong(field, f"at most {most}")
-        return value
-
-    def flag(field: str, default: bool = False) -> bool:
-        value = raw.get(field, default)
-        if not isinstance(value, bool):
-            raise wrong(field, "true or false")
-        return value
-
+    fields = ConfigFields(path, raw)
+    wrong, count, flag = fields.wrong, fields.count, fields.flag
     kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        raise wrong("model_type", f"one of {', '.join(SUPPORTED)}: the engine runs the Llama family")
+    family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise wrong("model_type", f"one of {', '.join(BY_MODEL_TYPE)}: the engine runs these families")
     read_method(raw, path)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise wrong("hidden_act", "'silu'")
+    fields.only("hidden_act", "silu") if "hidden_activation" not in raw else None
     width, heads = count("hidden_size"), count("num_attention_heads")
     kv_heads = count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -154,40 +157,52 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(eps, float | int) or not 0 <= eps < 1:
         raise wrong("rms_norm_eps", "a number from 0 to 1")
     context = count("max_position_embeddings", 2048, most=MOST_CONTEXT)
-    if raw.get("sliding_window") is not None and (kind == "mistral" or flag("use_sliding_window")):
-        # Up to the window's length a sliding window equals full attention.
-        context = min(context, count("sliding_window"))
     biased = flag("attention_bias")
     vocabulary = count("vocab_size")
     if (unpadded_vocabulary := count(UNPADDED, vocabulary)) > vocabulary:
         raise wrong(UNPADDED, f"at most vocab_size ({vocabulary})")
-    tied, draft_ids = flag("tie_word_embeddings"), tuple[int, ...]()
+    tied, draft_ids = flag("tie_word_embeddings", family.tied), tuple[int, ...]()
     if DRAFT_IDS in raw:
         try:
             draft_ids = check_draft_ids(raw[DRAFT_IDS], unpadded_vocabulary, tied=tied)
         except ValueError as error:
             raise wrong(DRAFT_IDS, str(error)) from None
-    return ModelConfig(
-        model_type=kind,
+    config = ModelConfig(
+        model_type=str(kind),
         vocabulary=vocabulary,
         width=width,
         layers=count("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=count("intermediate_size"),
+        ffn=count("intermediate_size", raw.get("moe_intermediate_size") if family.mixture else None),
         context=context,
         eps=float(eps),
-        rope=Rope.from_config(raw, head_dim, path),
+        rope=Rope.from_config(raw, path, family.theta),
         tied=tied,
-        qkv_bias=biased or kind == "qwen2",
+        qkv_bias=biased,
         output_bias=biased,
         ffn_bias=flag("mlp_bias"),
-        head_norms=kind == "qwen3",
+        head_norms=False,
         eos_ids=read_eos_ids(folder),
         unpadded_vocabulary=unpadded_vocabulary,
         draft_ids=draft_ids,
     )
+    config = replace(config, **family.describe(fields, config))
+    _check_turned(config, raw, path)
+    return config
+
+
+def _check_turned(config: ModelConfig, raw: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError where RoPE turns only a part of each head and the family is not known for it."""
+    ropes = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    share = ropes.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share not in (None, 1.0) and not config.parts.turned:
+        raise CheckpointError(f"{path}: partial_rotary_factor is {share!r:.80}, must be 1 for {config.model_type}")
+    if config.turned % 2:
+        raise CheckpointError(f"{path}: partial_rotary_factor is {share!r:.80}: RoPE turns pairs")
+    if isinstance(config.rope.scaling, LongScaling) and len(config.rope.scaling.divisors) != config.turned // 2:
+        raise CheckpointError(f"{path}: short_factor must have {config.turned // 2} numbers")
 
 
 def has_blocks(checkpoint: Path) -> bool:
@@ -220,7 +235,7 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     if is_gguf(folder):
         return gguf_eos_ids(read_gguf(folder))
     path = folder / "config.json"
-    value = read_json(path).get("eos_token_id")
+    value = text_fields(read_json(path)).get("eos_token_id")
     generation = folder / "generation_config.json"
     if generation.exists() and (chosen := read_json(generation).get("eos_token_id")) is not None:
         path, value = generation, chosen
@@ -271,10 +286,24 @@ class Weights(StoredTensors):
             shards = sorted({checkpoint / name for name in names})
         layout = safetensors_layout([CheckpointFile(shard) for shard in shards])
         config = checkpoint / "config.json"
-        method = read_method(read_json(config), config) if config.exists() else None
+        raw = read_json(config) if config.exists() else {}
+        named = _renamed(layout, family_of(checkpoint) if raw else None)
+        method = read_method(raw, config) if raw else None
         super().__init__(
-            with_quantized(layout, method) if method else layout, index if has_index else shards[0], progress
+            with_quantized(named, method) if method else named, index if has_index else shards[0], progress
         )
+
+
+def _renamed(layout: Mapping[str, StoredTensor], family: Family | None) -> dict[str, StoredTensor]:
+    """Return the tensors under the names that they have here."""
+    renamed = _WITHIN if family is None else {**_WITHIN, **family.renamed}
+
+    def name(there: str) -> str:
+        for part, here in renamed.items():
+            there = there.replace(part, here)
+        return there
+
+    return {name(there): source for there, source in layout.items()}
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:

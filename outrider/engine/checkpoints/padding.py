@@ -137,7 +137,9 @@ def pad_checkpoint(
     all. Tensors keep their stored type. Raises CheckpointError when `source` is damaged or does not fit, or
     `destination` is in use or cannot be written.
     """
-    config = read_config(source)
+    config = read_config(source).within_windows()
+    if not config.like_llama:
+        raise CheckpointError(f"{source}: {config.model_type} cannot be padded; take a model of the Llama family")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already; choose a folder that does not")
     new = padded_shape(source, config, parameters, shape, vocabulary)

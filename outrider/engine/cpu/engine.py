@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.checkpoints.rope import Rope
 from outrider.engine.cpu.weights import CpuAdapters, check_layers, load_layers
 from outrider.engine.interface.batch import Segment
 from outrider.engine.interface.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_kv_memory
@@ -86,6 +86,7 @@ class CpuEngine(Engine):
                 samples_tokens=True,
                 compiles_sizes=False,
                 computed_by=_computed_by(sizes["instructions"], dtype),
+                rewinds=config.parts.delta is None,
             )
         )
         self._model = model
@@ -107,7 +108,7 @@ class CpuEngine(Engine):
         dtype, group = settings.dtype, settings.group
         config = read_config(path)
         kept = settings.kept_layers(config.layers)
-        part = group.shard.config(replace(config, layers=len(kept)))
+        part = group.shard.config(config.with_layers(kept))
         if dtype == "int4":
             check_int4_shape(part)
         digest = read_tokenizer_digest(path)
@@ -251,6 +252,24 @@ def _computed_by(instructions: str, dtype: Dtype) -> str:
     return f"{name}, in float32: many rows take twice as long as with bfloat16 instructions; int8 does not"
 
 
+def _angles(
+    ropes: Sequence[Rope | None], positions: int, turned: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return cosines and sines of all tables: [tables, positions, turned / 2] each."""
+    shape = positions, turned // 2
+    still = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    cosines, sines = zip(*(still if rope is None else rope.table(positions, turned) for rope in ropes), strict=True)
+    return np.stack(cosines), np.stack(sines)
+
+
+def _delta_shape(config: ModelConfig) -> tuple[object, ...]:
+    """Return the sizes of the gated delta rule, and which layers have it."""
+    it = config.parts.delta
+    if it is None:
+        return 0, 0, 0, 0, 0, False, False, [0] * config.layers
+    return it.key_heads, it.value_heads, it.key_dim, it.value_dim, it.taps, it.joined, it.tiled, [*it.layers]
+
+
 def _kv_kind(settings: EngineSettings) -> str:
     """Return the type of keys and values."""
     if settings.kv_dtype != "auto":
@@ -263,6 +282,8 @@ def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Mo
     from outrider._native import Model
 
     positions, features, group = max(rows, config.context), settings.features, settings.group
+    experts = config.parts.experts
+    ropes = list(dict.fromkeys(it.rope for it in config.attention))
     return Model(
         settings.dtype,
         HEADS.get(settings.dtype, settings.dtype),
@@ -282,7 +303,24 @@ def _empty_model(config: ModelConfig, settings: EngineSettings, rows: int) -> Mo
             config.eps,
             settings.kv_memory or 0,
         ),
-        *config.rope.table(positions, config.head_dim),
+        (
+            config.query_scale,
+            config.parts.embedding_scale,
+            config.parts.residual_scale,
+            config.parts.score_cap,
+            config.parts.logit_cap,
+            config.turned,
+            config.parts.whole_norms,
+            config.parts.gated,
+            config.parts.activation,
+            [it.window for it in config.attention],
+            [ropes.index(it.rope) for it in config.attention],
+        ),
+        (0, 0, 0, False, 0)
+        if experts is None
+        else (experts.count, experts.used, experts.ffn, experts.even, experts.shared),
+        _delta_shape(config),
+        *_angles(ropes, positions, config.turned),
         settings.threads or len(os.sched_getaffinity(0)),
         settings.instructions,
         () if features is None else features.layers,

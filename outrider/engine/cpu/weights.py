@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.adapters.low_rank import (
     JOINED,
@@ -19,13 +20,14 @@ from outrider.engine.adapters.low_rank import (
 )
 from outrider.engine.checkpoints.block_types import IN_BLOCKS
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights
-from outrider.engine.checkpoints.stored_tensors import ALL
+from outrider.engine.checkpoints.stored_tensors import ALL, as_float32
 from outrider.engine.tensor_parallel.sharding import Shard, WeightPart, tensor_shapes
 from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outrider._native import Adapter, Model, Weight
 
+OF_RULE = ("convolution", "decay_rates", "decay_biases", "state_norm")  # small weights of the gated delta rule
 _MOST = max(map(len, JOINED.values()))  # weights of a linear
 
 
@@ -71,11 +73,28 @@ def load_layers(
         order = source.order(it.name)
         return (kind, found) if order is None else (kind, found, order)
 
+    def norm(it: WeightPart) -> NDArray[np.float32]:
+        return as_float32(source.array(it.name, *it.shape)) + np.float32(config.parts.norm_offset)
+
+    def of_rule(what: str, it: WeightPart) -> NDArray[np.float32]:
+        found = as_float32(source.array(it.name, *it.shape))
+        if what == "decay_rates" and config.parts.delta is not None and config.parts.delta.logged:
+            return -np.exp(found)
+        return np.ascontiguousarray(found.reshape(it.shape[0], -1)) if len(it.shape) > 1 else found
+
+    def weight(what: str, it: WeightPart, files: ExitStack) -> Weight:
+        if what in OF_RULE:
+            return of_rule(what, it)
+        return norm(it) if what.endswith("norm") else take(it, files)
+
     for index, layer in enumerate(kept):
         parts = shard.layer(config, layer)
         _check_orders(source, parts)
         with ExitStack() as files:
-            model.set_layer(index, {what: take(part, files) for what, part in parts.items()})
+            model.set_layer(index, {what: weight(what, it, files) for what, it in parts.items()})
+        for number, expert in enumerate(shard.experts(config, layer)):
+            with ExitStack() as files:
+                model.set_expert(index, number, *(take(part, files) for part in expert))
     ends = shard.ends(config)
     rows = ends["embedding"]
     if in_blocks(rows):
@@ -83,13 +102,15 @@ def load_layers(
     with ExitStack() as files:
         embedding = None if config.tied and shard.of == 1 else take(rows, files)  # None: that of the head
         head = take(ends["head"], files, -(-config.head_rows // shard.of))
-        model.set_ends(embedding, take(ends["norm"], files), head, config.draft_ids)
+        model.set_ends(embedding, norm(ends["norm"]) * np.float32(config.parts.logit_scale), head, config.draft_ids)
 
 
 def _check_orders(source: Weights, parts: Mapping[str, WeightPart]) -> None:
     """Raise CheckpointError where weights of one product have their inputs in different orders."""
-    for joined in (("query", "key", "value"), ("gate", "up")):
-        names = [parts[what].name for what in joined]
+    for joined in (("query", "key", "value"), ("gate", "up"), ("inputs", "gates")):
+        names = [parts[what].name for what in joined if what in parts]
+        if len(names) < len(joined):  # the layer has other parts
+            continue
         first, *others = [source.order(name) for name in names]
         for name, other in zip(names[1:], others, strict=True):
             if not np.array_equal(first, other) if first is not None and other is not None else first is not other:

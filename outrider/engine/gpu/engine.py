@@ -145,8 +145,14 @@ class DeviceEngine(Engine):
                 f"numerics: {settings.numerics} is not possible with device {settings.device}; use fast, or device cpu"
             )
         check_device(settings.device)
+        config = read_config(path).within_windows()
+        if not config.like_llama:
+            raise ConfigError(
+                f"device: {config.model_type} does not run on {settings.device}; use cpu, or a .gguf file with backend "
+                "llama.cpp and device gpu"
+            )
         weights = Weights(path, settings.progress)
-        engine = cls.of(weights, read_config(path), read_tokenizer_digest(path), settings)
+        engine = cls.of(weights, config, read_tokenizer_digest(path), settings)
         weights.finish()
         return engine
 

@@ -60,6 +60,9 @@ class Traits:
     kv_bytes: int  # of one rank, when all slots are full, or the bound on it
     # Reason why this engine cannot verify trees or rewind a slot; "" if it can.
     treeless: str = ""
+    # Whether a session can go on before the end of the text that its slot holds. Layers with a state in the place of
+    # keys and values have it for the last tokens alone.
+    rewinds: bool = True
     kv_dtype: KvType = "auto"  # of keys and values
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # number of ranks that share the model
@@ -201,13 +204,13 @@ class Engine(Traits, ABC):
 
         The fastest of `repeats` passes counts, because whatever else the machine does only adds time. Each round
         measures all n, so that a busy moment does not fall on one n alone. Overwrites rows of the last slot. Where a
-        slot has too few rows, the context is shorter, and an n that does not fit at all is left out. An engine without
-        trees is measured without a context, because it would have to read that context again each time.
+        slot has too few rows, the context is shorter, and an n that does not fit at all is left out. An engine that
+        cannot rewind a slot is measured without a context, because it would have to read that again each time.
 
         A pass that would not end in `within_s` seconds is left out, but for one each of the first two n: of a slow
         model the largest n have no pass, and are not returned.
         """
-        context = 0 if self.treeless else context
+        context = context if self.rewinds and not self.treeless else 0
         segments = {}
         for count in tokens:
             if 1 <= count < self.rows:

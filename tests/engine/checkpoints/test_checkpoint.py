@@ -87,7 +87,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (write("model.safetensors", "nonsense"), ["model.safetensors", "truncated or corrupt"]),
         (drop_tensor, ["model.safetensors", "model.layers.1.mlp.up_proj.weight", "missing"]),
         (store_integers, ["model.safetensors", "int32", "bfloat16"]),
-        (configure(model_type="gpt2"), ["config.json", "model_type", "'gpt2'", "llama, mistral, qwen2, qwen3"]),
+        (
+            configure(model_type="gpt2"),
+            ["config.json", "model_type", "'gpt2'", "llama, mistral, ministral, qwen2, qwen3, gemma2"],
+        ),
         (configure(model_type=None), ["config.json", "model_type", "None"]),
         (configure(hidden_size=-1), ["config.json", "hidden_size", "-1", "positive"]),
         (configure(hidden_size="64"), ["config.json", "hidden_size", "'64'"]),
@@ -209,9 +212,13 @@ def test_end_of_text_ids_come_from_the_generation_settings_first(good: Path, tmp
     assert read_config(folder).eos_ids == ()
 
 
-def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+def test_a_sliding_window_bounds_the_context_of_an_engine_without_windows(tmp_path: Path) -> None:
     """Up to the window's length, sliding and full attention are the same."""
     folder = make_checkpoint(tmp_path, "mistral")
     assert read_config(folder).context == 256
     configure(sliding_window=100)(folder)
-    assert load(folder).context == 100
+    config = read_config(folder)
+    assert (config.context, config.within_windows().context) == (256, 100)
+    assert config.within_windows().like_llama
+    configure(sliding_window=300)(folder)
+    assert read_config(folder).like_llama

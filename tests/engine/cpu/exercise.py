@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.engine.cpu.native_parts import llama_parts
+
 VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
 KINDS = (  # of weights, of the head, of KV
     ("float32", "float32", "float32"),
@@ -90,7 +92,18 @@ def make(
     angles = np.outer(np.arange(ROWS), np.ones(dim // 2)).astype(np.float32)
     shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5, 0)
     model = native.Model(
-        *(*kinds, shape, np.cos(angles), np.sin(angles), threads, instructions, features, bool(dice.integers(2))), ranks
+        *(
+            *kinds,
+            shape,
+            *llama_parts(2, dim),
+            np.cos(angles),
+            np.sin(angles),
+            threads,
+            instructions,
+            features,
+            bool(dice.integers(2)),
+        ),
+        ranks,
     )
     biased, normed = bool(dice.integers(2)), bool(dice.integers(2))
 

@@ -228,7 +228,7 @@ struct Attended {
     for (int row = 0; row < rows; row++) pages.write(kernels, 0, row, 0, &keys[size_t(row) * dim], &values[size_t(row) * dim]);
     std::vector<std::vector<int32_t>> seen(count);
     std::vector<const int32_t*> lists(count);
-    std::vector<int> counts(count);
+    std::vector<int> counts(count), hidden(count);
     std::vector<const float*> queries(count);
     std::vector<float*> outs(count);
     Floats out(size_t(count) * dim), packed(size_t(count) * (dim + 2)), scores(size_t(count) * 128);
@@ -239,7 +239,7 @@ struct Attended {
       queries[q] = &query[size_t(first + q) * dim], outs[q] = &out[size_t(q) * dim];
     }
     kernels.attend({count, pages.layout(), queries.data(), outs.data(), pages.data(), pages.table(0), pages.page_bytes(), 0, together,
-                    rows, lists.data(), counts.data(), packed.data(), scores.data(), 128});
+                    rows, lists.data(), counts.data(), 0.0f, hidden.data(), packed.data(), scores.data(), 128});
     return out;
   }
 
@@ -305,7 +305,7 @@ void codes(const Kernels& kernels) {
 }
 
 Floats turned(const Kernels& kernels, Floats x, const Floats& angles, const Floats& weight) {
-  kernels.turn(x.data(), DIM, weight.data(), 1e-5f, &angles[0], &angles[DIM / 2], 0.125f);
+  kernels.turn(x.data(), DIM, DIM, weight.data(), 1e-5f, &angles[0], &angles[DIM / 2], 0.125f);
   return x;
 }
 

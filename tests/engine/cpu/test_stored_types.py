@@ -20,6 +20,7 @@ from outrider.engine.interface.features import Features
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
+from tests.engine.cpu.native_parts import llama_parts
 from tests.engine.gguf.block_files import VOCABULARY, WIDTH, model_file
 from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_checkpoints import assert_invariant, prompt
@@ -152,7 +153,9 @@ def bad(blocks: NDArray[np.uint8], kind: str = "q4_k") -> tuple[str, NDArray[np.
 def test_blocks_that_are_none_are_refused() -> None:
     angles = np.zeros((8, 8), np.float32)
     shape = (32, 32, 256, 1, 1, 1, 16, 32, 8, 1, 8, 1e-5, 0)
-    model = _native.Model("stored", "stored", "bfloat16", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
+    model = _native.Model(
+        "stored", "stored", "bfloat16", shape, *llama_parts(1, 16), angles, angles, 1, "", (), False, (0, 0.0, ())
+    )
     norm = np.ones(256, np.float32)
     for head, problem in (
         (bad(np.zeros((32, 143), np.uint8)), "another shape"),
@@ -178,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(511 * 144))
     kinds = ("stored", "stored", "bfloat16")
     for threads in (1, 2):
-        model = _native.Model(*kinds, shape, angles, angles, threads, "", (), False, (0, 0.0, ()))
+        model = _native.Model(*kinds, shape, *llama_parts(1, 16), angles, angles, threads, "", (), False, (0, 0.0, ()))
         with (tmp_path / "weights").open("rb") as file:
             lies = FileRows(file.fileno(), 0, 512, 144, 0)
             with pytest.raises(RuntimeError, match="has become shorter"):

@@ -123,7 +123,10 @@ def refused(path: Path, metadata: Any, tensors: Any = None) -> str:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"architecture": "gemma3"}, "metadata general.architecture is 'gemma3', must be one of llama, qwen2, qwen3"),
+        (
+            {"architecture": "mamba"},
+            "metadata general.architecture is 'mamba', must be one of llama, qwen2, qwen3, gemma2",
+        ),
         ({"general__architecture": 3}, "metadata general.architecture is 3, must be a text"),
         ({"context_length": None}, "metadata lack llama.context_length, which must be a positive integer"),
         ({"context_length": 0}, "metadata llama.context_length is 0, must be a positive integer"),

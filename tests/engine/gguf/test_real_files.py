@@ -90,12 +90,23 @@ def test_weights_are_those_of_the_formats_package(smollm2: Path) -> None:
         np.testing.assert_array_equal(weights.blocks(full, *shapes[full]), stored.data)
 
 
-def test_a_small_instruct_model_answers(smollm2: Path) -> None:
-    engine = load_engine(smollm2, dtype="float32", slots=1, rows=128, threads=2)
-    tokenizer, digest = read_tokenizer(smollm2)
+# A prompt, what follows it, and a token that ends texts. Gemma's file is of the base model, which goes on with a text.
+CHAT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+TEXTS_OF = {
+    SMOLLM2: (CHAT, "The capital of France is Paris.", "<|im_end|>"),
+    GEMMA3: ("One, two, three, four, five,", " six, seven, eight", "<end_of_turn>"),
+}
+
+
+@pytest.mark.parametrize("real", TEXTS_OF, ids=lambda real: real.name)
+def test_a_small_model_answers(real: RealFile) -> None:
+    path = real_file(real)
+    assert chosen_backend(path, "auto") == "native"
+    engine = load_engine(path, dtype="stored", slots=1, rows=128, threads=2)
+    tokenizer, digest = read_tokenizer(path)
     assert engine.tokenizer_digest == digest
-    assert 2 in engine.eos_ids
-    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    prompt, expected, end = TEXTS_OF[real]
+    assert tokenizer.token_to_id(end) in engine.eos_ids
     tokens, done, answer = tokenizer.encode(prompt).ids, 0, list[int]()
     while not answer or (answer[-1] not in engine.eos_ids and len(answer) < 20):
         rows = np.array(tokens, np.int64)
@@ -103,7 +114,7 @@ def test_a_small_instruct_model_answers(smollm2: Path) -> None:
         done += len(rows)
         tokens = [int(logits[-1].argmax())]
         answer += tokens
-    assert tokenizer.decode(answer) == "The capital of France is Paris."
+    assert tokenizer.decode(answer).startswith(expected)
 
 
 async def test_a_router_writes_prompts_with_the_template_of_the_file(smollm2: Path) -> None:
@@ -118,16 +129,10 @@ async def test_a_router_writes_prompts_with_the_template_of_the_file(smollm2: Pa
         model.close()
 
 
-def test_a_file_of_another_family(gemma3: Path) -> None:
-    assert outline(gemma3) == read_outline(gemma3)
-    assert (outline(gemma3).model_type, outline(gemma3).vocabulary, outline(gemma3).context) == (
-        "gemma3",
-        262_144,
-        32_768,
-    )
-    assert chosen_backend(gemma3, "auto") == "transformers"
-    with pytest.raises(CheckpointError, match=r"general\.architecture is 'gemma3', must be one of llama, qwen2, qwen3"):
-        load_engine(gemma3, backend="native", dtype="bfloat16", slots=1)
+def test_the_outline_of_a_file(gemma3: Path) -> None:
+    found = read_outline(gemma3)
+    assert (found.model_type, found.vocabulary, found.context) == ("gemma3", 262_144, 32_768)
+    assert (outline(gemma3).vocabulary, outline(gemma3).context) == (262_144, 32_768)
     weights = Weights(gemma3)
     assert {weights.kind(name) for name in weights.files} == {"f32", "q4_k", "q5_0", "q6_k", "q8_0"}
     for name in weights.files:

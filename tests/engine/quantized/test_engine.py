@@ -14,6 +14,7 @@ from outrider.engine.interface.engine import Engine
 from outrider.engine.interface.settings import EngineSettings
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
+from tests.engine.cpu.native_parts import llama_parts
 from tests.engine.quantized.written import KV_HEADS, LAYOUTS, WIDTH, fp8, gptq, write, write_values
 from tests.engine.ranked import leading, meet, meeting_point
 from tests.engine.small_adapters import make_adapter
@@ -110,7 +111,9 @@ def test_an_adapter_sees_its_own_inputs(tmp_path: Path) -> None:
 def test_an_order_that_is_none_is_refused() -> None:
     angles = np.zeros((8, 32), np.float32)
     shape = (32, 32, WIDTH, 1, KV_HEADS, KV_HEADS, 64, 32, 8, 1, 8, 1e-5, 0)
-    model = _native.Model("stored", "stored", "bfloat16", shape, angles, angles, 1, "", (), False, (0, 0.0, ()))
+    model = _native.Model(
+        "stored", "stored", "bfloat16", shape, *llama_parts(1, 64), angles, angles, 1, "", (), False, (0, 0.0, ())
+    )
     blocks = np.zeros((32, WIDTH // 128 * 69), np.uint8)
     for order in (np.zeros(WIDTH), np.arange(1, WIDTH + 1), np.arange(-1, WIDTH - 1), np.arange(WIDTH - 1)):
         with pytest.raises(ValueError, match=r"names each input once|a buffer of 256 items"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.checkpoints.families import BY_ARCHITECTURE
 from outrider.engine.checkpoints.gguf.header import GgufFile
 from outrider.engine.checkpoints.model_config import (
     MOST_CONTEXT,
@@ -18,10 +20,8 @@ from outrider.engine.checkpoints.model_config import (
     Outline,
     check_draft_ids,
 )
-from outrider.engine.checkpoints.rope import Llama3Scaling, Rope
+from outrider.engine.checkpoints.rope import LinearScaling, Llama3Scaling, LongScaling, Rope
 from outrider.errors import CheckpointError
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's is llama, too
 
 _PADDING = 1024  # most rows of an embedding behind those of tokens
 _LAYER = re.compile(r"blk\.(\d{1,9})\.", re.ASCII)
@@ -46,14 +46,15 @@ class KeptRows(NamedTuple):
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the configuration of a model of the Llama family.
+    """Return the configuration of a model.
 
     Raises CheckpointError for another one, for what is not served, and for metadata that contradict the tensors.
     """
     kind = file.text("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise file.wrong("general.architecture", f"one of {', '.join(ARCHITECTURES)}: the engine runs the Llama family")
-    if file.single(f"{kind}.expert_count"):
+    family = BY_ARCHITECTURE.get(kind)
+    if family is None:
+        raise file.wrong("general.architecture", f"one of {', '.join(BY_ARCHITECTURE)}: the engine runs these families")
+    if file.single(f"{kind}.expert_count") and not family.mixture:
         raise file.wrong(f"{kind}.expert_count", "0: mixtures of experts are not served; take a dense model")
     width, heads = file.number(f"{kind}.embedding_length"), file.number(f"{kind}.attention.head_count")
     kv_heads = file.number(f"{kind}.attention.head_count_kv", heads)
@@ -62,9 +63,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     size = head_dim(file)
     if size % 2:
         raise file.wrong(f"{kind}.attention.key_length", "even: RoPE turns pairs")
-    for key, default in (("attention.value_length", size), ("rope.dimension_count", size)):
-        if file.number(f"{kind}.{key}", default) != size:
-            raise file.wrong(f"{kind}.{key}", f"{size}, as the heads' size")
+    if file.number(f"{kind}.attention.value_length", size) != size:
+        raise file.wrong(f"{kind}.attention.value_length", f"{size}, as the heads' size")
     eps = _shortest(file.real(f"{kind}.attention.layer_norm_rms_epsilon"))
     if eps >= 1:
         raise file.wrong(f"{kind}.attention.layer_norm_rms_epsilon", "a number from 0 to 1")
@@ -72,25 +72,28 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     found = 1 + max((int(match[1]) for name in file.tensors if (match := _LAYER.match(name))), default=-1)
     if found != layers:
         raise file.wrong(f"{kind}.block_count", f"{found}, the number of layers that it has tensors of")
+    if file.single(key := f"{kind}.nextn_predict_layers"):  # those that only predict tokens further on
+        layers -= file.number(key, most=layers - 1)
     context = file.number(f"{kind}.context_length", most=MOST_CONTEXT)
-    if file.single(f"{kind}.attention.sliding_window"):  # up to its length it equals full attention
+    if family.like_llama and file.single(f"{kind}.attention.sliding_window"):  # up to its length it is full attention
         context = min(context, file.number(f"{kind}.attention.sliding_window", most=MOST_CONTEXT))
     vocabulary = _vocabulary(file, kind, width)
+    only_experts = f"{kind}.feed_forward_length" not in file.metadata and family.mixture
     tied, draft_ids = "output.weight" not in file.tensors, tuple[int, ...]()
     if GGUF_DRAFT_IDS in file.metadata:
         try:
             draft_ids = check_draft_ids(_draft_ids(file).tolist(), vocabulary, tied=tied)
         except ValueError as error:
             raise file.wrong(GGUF_DRAFT_IDS, str(error)) from None
-    return ModelConfig(
-        model_type=kind,
+    config = ModelConfig(
+        model_type=family.model_types[0],
         vocabulary=vocabulary,
         width=width,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=size,
-        ffn=file.number(f"{kind}.feed_forward_length"),
+        ffn=file.number(f"{kind}.{'expert_' if only_experts else ''}feed_forward_length"),
         context=context,
         eps=eps,
         rope=_rope(file, kind, size),
@@ -98,11 +101,15 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         ffn_bias="blk.0.ffn_gate.bias" in file.tensors,
-        head_norms=kind == "qwen3",
+        head_norms=False,
         eos_ids=gguf_eos_ids(file),
         unpadded_vocabulary=vocabulary,
         draft_ids=draft_ids,
     )
+    config = replace(config, **family.describe_gguf(file, config))
+    if file.number(f"{kind}.rope.dimension_count", config.turned) != config.turned:
+        raise file.wrong(f"{kind}.rope.dimension_count", f"{config.turned}, as the heads' size")
+    return config
 
 
 def gguf_outline(file: GgufFile) -> Outline:
@@ -202,9 +209,13 @@ def _vocabulary(file: GgufFile, kind: str, width: int) -> int:
 
 def _rope(file: GgufFile, kind: str, size: int) -> Rope:
     theta = _shortest(file.real(f"{kind}.rope.freq_base", 10000.0))
+    if "rope_factors_short.weight" in file.tensors:
+        return Rope(theta, _long_scaling(file, kind))
+    if file.single(f"{kind}.rope.scaling.type") == "linear":
+        return Rope(theta, LinearScaling(file.real(f"{kind}.rope.scaling.factor")))
     for name in ("scaling.type", "scaling.factor", "scale_linear"):
         if file.single(key := f"{kind}.rope.{name}") not in (None, "none", "", 0.0, 1.0):
-            raise file.wrong(key, "absent: of RoPE's scalings only Llama 3's is served")
+            raise file.wrong(key, "absent: of RoPE's scalings Llama 3's, linear and LongRoPE are served")
     if "rope_freqs.weight" not in file.tensors:
         return Rope(theta, None)
     it = file.tensors["rope_freqs.weight"]
@@ -232,6 +243,12 @@ def _scaled(file: GgufFile, theta: float, size: int) -> Rope:
         f"{file.path}: tensor rope_freqs.weight has other divisors than Llama 3's scaling; take the model as "
         "safetensors, whose config.json has its terms"
     )
+
+
+def _long_scaling(file: GgufFile, kind: str) -> LongScaling:
+    divisors = file.read("rope_factors_short.weight").view(np.float32).reshape(-1)
+    context = file.number(f"{kind}.rope.scaling.original_context_length", most=MOST_CONTEXT)
+    return LongScaling(tuple(map(float, divisors)), file.real(f"{kind}.rope.scaling.attn_factor", 1.0), context)
 
 
 def _shortest(value: float) -> float:

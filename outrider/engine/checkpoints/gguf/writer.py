@@ -17,6 +17,7 @@ from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_co
 from outrider.engine.checkpoints.gguf.config import GGUF_DRAFT_IDS
 from outrider.engine.checkpoints.gguf.tensors import gguf_name
 from outrider.engine.checkpoints.gguf.tokenizer_metadata import tokenizer_metadata
+from outrider.engine.checkpoints.rope import LinearScaling, Llama3Scaling
 from outrider.engine.checkpoints.stored_tensors import ALL, ArraySource, as_float32
 from outrider.engine.cpu.quantizing import quantized
 from outrider.engine.tensor_parallel.sharding import tensor_shapes
@@ -89,6 +90,11 @@ def write_weights(
     `kind_of` gives the types of matrices; vectors are float32. A piece of one tensor at a time is in memory. Raises
     CheckpointError for a model that cannot be said in the format, and for a file that cannot be written.
     """
+    if not config.like_llama:
+        raise CheckpointError(
+            f"{path}: {config.model_type} is not written here; convert it with llama.cpp's convert_hf_to_gguf.py, and "
+            "quantize it with its llama-quantize"
+        )
     tensors, shapes = [], tensor_shapes(config, range(config.layers))
     if kept := _kept_ids(weights, config):
         weights = _Kept(weights, config, kept)
@@ -128,7 +134,7 @@ def _kept_ids(weights: ArraySource, config: ModelConfig) -> list[int]:
 def shape_metadata(config: ModelConfig) -> dict[str, Any]:
     """Return the entries that describe a model's sizes."""
     kind = "llama" if config.model_type == "mistral" else config.model_type
-    own = {
+    own: dict[str, Any] = {
         "vocab_size": config.vocabulary,
         "context_length": config.context,
         "embedding_length": config.width,
@@ -142,13 +148,15 @@ def shape_metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(config.rope.theta),
     }
+    if isinstance(config.rope.scaling, LinearScaling):
+        own |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.scaling.factor}
     reduced = {GGUF_DRAFT_IDS: np.array(config.draft_ids, np.int32)} if config.draft_ids else {}
     return {"general.architecture": kind} | {f"{kind}.{key}": value for key, value in own.items()} | reduced
 
 
 def rope_divisors(config: ModelConfig) -> NDArray[np.float32] | None:
     """Return what RoPE's frequencies are divided by, for Llama 3's scaling; None without one."""
-    if config.rope.scaling is None:
+    if not isinstance(config.rope.scaling, Llama3Scaling):
         return None
     plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
     return (plain / config.rope.frequencies(config.head_dim)).astype(np.float32)

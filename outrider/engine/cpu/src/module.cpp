@@ -68,6 +68,12 @@ Kind kv_kind_named(const std::string& name) {
   throw std::invalid_argument("a type of KV is float32, bfloat16 or int8, not " + name);
 }
 
+Activation activation_named(const std::string& name) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  throw std::invalid_argument("an activation is silu or gelu_tanh, not " + name);
+}
+
 std::vector<int> integers(PyObject* object) {
   const Reference all(PySequence_List(object));
   std::vector<int> numbers;
@@ -90,29 +96,51 @@ std::unique_ptr<Exchange> exchange_of(int rank, double timeout_s, PyObject* sock
 }
 
 void make(Object& self, PyObject* args) {
-  const char *kind, *head_kind, *kv_kind, *instructions;
+  const char *kind, *head_kind, *kv_kind, *instructions, *activation;
   Shape it;
-  double eps;
-  int threads, every, rank;
+  double eps, scale, embedding_scale, residual_scale, score_cap, logit_cap;
+  int threads, every, rank, whole_norms, even, gated, joined, tiled;
   unsigned long long kv_bytes;
-  PyObject *cosines, *sines, *layers, *sockets;
+  PyObject *cosines, *sines, *windows, *ropes, *deltas, *layers, *sockets;
   double timeout_s;
-  if (!PyArg_ParseTuple(args, "sss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &kv_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
+  if (!PyArg_ParseTuple(args, "sss(iiiiiiiiiiidK)(dddddippsOO)(iiipi)(iiiiippO)OOisOp(idO)", &kind, &head_kind, &kv_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
                         &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
-                        &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
+                        &scale, &embedding_scale, &residual_scale, &score_cap, &logit_cap, &it.turned, &whole_norms, &gated, &activation, &windows, &ropes,
+                        &it.experts, &it.used, &it.expert_ffn, &even, &it.shared_ffn, &it.delta.key_heads, &it.delta.value_heads, &it.delta.dim, &it.delta.value_dim,
+                        &it.delta.taps, &joined, &tiled, &deltas, &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
     throw PythonError();
   it.eps = float(eps);
+  it.scale = float(scale), it.embedding_scale = float(embedding_scale), it.residual_scale = float(residual_scale);
+  it.score_cap = float(score_cap), it.logit_cap = float(logit_cap), it.whole_norms = whole_norms;
+  it.even = even, it.gated = gated, it.delta.joined = joined, it.delta.tiled = tiled;
+  it.activation = activation_named(activation);
+  it.windows = integers(windows), it.ropes = integers(ropes), it.deltas = integers(deltas);
   it.kv_kind = kv_kind_named(kv_kind);
   it.kv_bytes = size_t(kv_bytes);
   if (self.model) throw std::logic_error("a model is made once");
   for (int size : {it.vocabulary, it.unpadded_vocabulary, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
                    it.positions, it.slots, it.rows, threads})
     if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
-  if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.unpadded_vocabulary > it.vocabulary || threads > 1024)
+  if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.turned % 2 || it.turned < 2 || it.turned > it.dim || it.unpadded_vocabulary > it.vocabulary || threads > 1024)
     throw std::invalid_argument("the sizes of the model do not fit one another");
+  if (it.experts < 0 || it.experts > 1 << 16 || it.used < 0 || it.used > it.experts || it.expert_ffn < 0 || it.expert_ffn > 1 << 28 || it.shared_ffn < 0 || it.shared_ffn > 1 << 28 ||
+      !it.experts != !it.used || !it.experts != !it.expert_ffn)
+    throw std::invalid_argument("the sizes of the experts do not fit one another");
+  const auto negative = [](int number) { return number < 0; };
+  if (it.windows.size() != size_t(it.layers) || it.ropes.size() != size_t(it.layers) ||
+      std::any_of(it.windows.begin(), it.windows.end(), negative) || std::any_of(it.ropes.begin(), it.ropes.end(), negative))
+    throw std::invalid_argument("each layer has a window and a table of angles");
+  const DeltaShape& d = it.delta;
+  if (it.deltas.size() != size_t(it.layers) || std::any_of(it.deltas.begin(), it.deltas.end(), [](int one) { return one < 0 || one > 1; }))
+    throw std::invalid_argument("each layer has a state or attends");
+  if (!it.attending()) throw std::invalid_argument("no layer attends");
+  if (it.attending() < it.layers && (d.key_heads < 1 || d.key_heads > 1 << 16 || d.value_heads < d.key_heads || d.value_heads > 1 << 16 ||
+                                     d.value_heads % d.key_heads || d.dim < 16 || d.dim % 16 || d.dim > 1 << 12 || d.value_dim < 16 ||
+                                     d.value_dim % 16 || d.value_dim > 1 << 12 || d.taps < 2 || d.taps > 4))
+    throw std::invalid_argument("the sizes of the gated delta rule do not fit one another");
   const Kernels* kernels = kernels_named(instructions);
   if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);
-  const Py_ssize_t angles = Py_ssize_t(it.positions) * (it.dim / 2);
+  const Py_ssize_t angles = Py_ssize_t(it.angles());
   const Buffer c(cosines, false), s(sines, false);
   FeatureRequest wanted;
   wanted.every = every;
@@ -192,30 +220,46 @@ PyObject* set_layer(Object& self, PyObject* args) {
   if (!PyArg_ParseTuple(args, "iO!", &index, &PyDict_Type, &weights)) throw PythonError();
   const Shape& it = model_of(self).shape();
   if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
-  const int64_t width = it.width, ffn = it.ffn, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
+  const bool mixture = PyDict_GetItemString(weights, "router");
+  const bool delta = it.deltas[index];
+  const DeltaShape& d = it.delta;
+  const int64_t projected = d.channels() + (d.joined ? d.values() : 0), rated = int64_t(d.value_heads) * (d.joined ? 2 : 1);
+  const int64_t width = it.width, ffn = mixture ? it.shared_ffn : it.ffn, queries = int64_t(it.heads) * it.query_stride(), keys = int64_t(it.kv_heads) * it.dim;
   LayerArrays a;
   const struct {
     const char* name;
     Array* array;
     int64_t rows, columns;
     bool needed;
-  } fields[] = {{"attention_norm", &a.attention_norm, 1, width, true},
-                {"query", &a.query, queries, width, true},
-                {"key", &a.key, keys, width, true},
-                {"value", &a.value, keys, width, true},
+  } fields[] = {{"attention_norm", &a.attention_norm, 1, width, false},
+                {"query", &a.query, queries, width, !delta},
+                {"key", &a.key, keys, width, !delta},
+                {"value", &a.value, keys, width, !delta},
+                {"inputs", &a.inputs, projected, width, delta},
+                {"gates", &a.gates, d.values(), width, delta && !d.joined},
+                {"beta", &a.beta, rated, width, delta},
+                {"decay", &a.decay, rated, width, delta && !d.joined},
+                {"convolution", &a.convolution, d.channels(), d.taps, delta},
+                {"decay_rates", &a.decay_rates, 1, d.value_heads, delta},
+                {"decay_biases", &a.decay_biases, 1, d.value_heads, delta},
+                {"state_norm", &a.state_norm, 1, d.value_dim, delta},
                 {"query_bias", &a.query_bias, 1, queries, false},
                 {"key_bias", &a.key_bias, 1, keys, false},
                 {"value_bias", &a.value_bias, 1, keys, false},
-                {"query_norm", &a.query_norm, 1, it.dim, false},
-                {"key_norm", &a.key_norm, 1, it.dim, false},
-                {"output", &a.output, width, queries, true},
+                {"query_norm", &a.query_norm, 1, it.whole_norms ? int64_t(it.heads) * it.dim : it.dim, it.whole_norms},
+                {"key_norm", &a.key_norm, 1, it.whole_norms ? keys : it.dim, it.whole_norms},
+                {"output", &a.output, width, delta ? d.values() : int64_t(it.heads) * it.dim, true},
                 {"output_bias", &a.output_bias, 1, width, false},
-                {"ffn_norm", &a.ffn_norm, 1, width, true},
-                {"gate", &a.gate, ffn, width, true},
-                {"up", &a.up, ffn, width, true},
+                {"ffn_norm", &a.ffn_norm, 1, width, false},
+                {"attention_post_norm", &a.attention_post_norm, 1, width, false},
+                {"ffn_post_norm", &a.ffn_post_norm, 1, width, false},
+                {"router", &a.router, it.experts, width, false},
+                {"shared_gate", &a.shared_gate, 1, width, mixture && ffn},
+                {"gate", &a.gate, ffn, width, ffn != 0},
+                {"up", &a.up, ffn, width, ffn != 0},
                 {"gate_bias", &a.gate_bias, 1, ffn, false},
                 {"up_bias", &a.up_bias, 1, ffn, false},
-                {"down", &a.down, width, ffn, true},
+                {"down", &a.down, width, ffn, ffn != 0},
                 {"down_bias", &a.down_bias, 1, width, false}};
   Buffers held;
   Py_ssize_t known = 0;
@@ -230,6 +274,21 @@ PyObject* set_layer(Object& self, PyObject* args) {
     throw std::invalid_argument("some biases or norms are missing");
   ExclusiveCall call(self);
   self.model->set_layer(index, a);
+  return nullptr;
+}
+
+PyObject* set_expert(Object& self, PyObject* args) {
+  int index, expert;
+  PyObject *gate, *up, *down;
+  if (!PyArg_ParseTuple(args, "iiOOO", &index, &expert, &gate, &up, &down)) throw PythonError();
+  const Shape& it = model_of(self).shape();
+  if (index < 0 || index >= it.layers || expert < 0 || expert >= it.experts) throw std::invalid_argument("no such expert");
+  Buffers held;
+  const Array g = taken(held, gate, it.expert_ffn, it.width), u = taken(held, up, it.expert_ffn, it.width);
+  const Array d = taken(held, down, it.width, it.expert_ffn);
+  if (!g.given() || !u.given() || !d.given()) throw std::invalid_argument("a weight is missing");
+  ExclusiveCall call(self);
+  self.model->set_expert(index, expert, g, u, d);
   return nullptr;
 }
 
@@ -430,7 +489,7 @@ PyObject* move(Object& self, PyObject* args) {
   for (Py_ssize_t i = 0; i < count; i++)
     if (s[i] < 0 || s[i] >= shape.rows || t[i] < 0 || t[i] >= shape.rows) throw std::invalid_argument("a row out of range");
   ExclusiveCall call(self);
-  self.model->pages().move(slot, s, t, size_t(count));
+  self.model->move(slot, s, t, size_t(count));
   return nullptr;
 }
 
@@ -441,7 +500,7 @@ PyObject* copy(Object& self, PyObject* args) {
   if (source < 0 || source >= shape.slots || target < 0 || target >= shape.slots || rows < 0 || rows > shape.rows)
     throw std::invalid_argument("a slot or a number of rows out of range");
   ExclusiveCall call(self);
-  self.model->pages().copy(source, target, rows);
+  self.model->copy(source, target, rows);
   return nullptr;
 }
 
@@ -452,7 +511,7 @@ PyObject* release(Object& self, PyObject* args) {
   if (slot < 0 || slot >= shape.slots || rows < 0 || rows > shape.rows)
     throw std::invalid_argument("a slot or a number of rows out of range");
   ExclusiveCall call(self);
-  self.model->pages().release(slot, rows);
+  self.model->release(slot, rows);
   return nullptr;
 }
 
@@ -515,6 +574,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"set_layer", method<Object, set_layer>, METH_VARARGS, "Packs the weights of a layer."},
+    {"set_expert", method<Object, set_expert>, METH_VARARGS, "Packs the weights of an expert of a layer that has a router."},
     {"set_ends", method<Object, set_ends>, METH_VARARGS, "Packs the head; keeps embedding and last norm."},
     {"run", method<Object, run>, METH_VARARGS, "One pass."},
     {"move", method<Object, move>, METH_VARARGS, "Moves rows of a slot."},

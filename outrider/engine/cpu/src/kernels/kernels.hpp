@@ -4,6 +4,7 @@
 // path. So the bits of a row depend neither on the rows beside it, nor on tiles or threads.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -89,8 +90,9 @@ struct CodedTile {
 };
 
 enum class Into { store, add, gate };
+enum class Activation { silu, gelu_tanh };
 
-// The destination of a linear's outputs. `gate`: panels 2 i and 2 i + 1 are a gate and an up projection: silu(gate) * up.
+// The destination of a linear's outputs. `gate`: panels 2 i and 2 i + 1 are a gate and an up projection: activation(gate) * up.
 struct Output {
   Into into;
   float* data;
@@ -98,6 +100,8 @@ struct Output {
   int outputs;    // of a row; none beyond them is written
   const float* const* added = nullptr;  // what is added to each row's outputs; null: nothing. `gate`: those of all gates come first
   int ups = 0;                          // `gate`: place of the ups' addends behind those of the gates
+  Activation activation = Activation::silu;
+  float factor = 1.0f;  // `add`: of what is added
 };
 
 // How 16 keys and values of a head lie in a page: in float32, bfloat16 or int8.
@@ -135,9 +139,63 @@ struct Attention {
   int rows;                    // cache rows up to the last that any query sees
   const int32_t* const* more;  // [queries] the rows from `common` on that each sees, ascending
   const int* counts;           // [queries] the number of these rows
+  float cap;                   // bound of the scores, see `Kernels::cap`; 0: none
+  const int* hidden;           // [queries] how many of its keys, from the first on, each does not see: they are before its window
   float* packed;               // scratch: [dim * most_queries]
   float* scores;               // scratch: [most_queries * score_stride]
   size_t score_stride;         // at least rows + 32
+};
+
+// A row of a segment in a layer with the gated delta rule. Local rows are those behind a slot's state, the segment's own last.
+struct DeltaRow {
+  int base;          // of the block that the row is in; -1: the text's state
+  int first, count;  // the rows of its path in its block, before it: paths[first], ...
+  int taps[3];       // the three rows before it; Delta::NO_ROW: there is none; Delta::TAIL - i: input i of the tail
+};
+
+// The state behind a block that rows of the segment complete: that of another base, and the rows of the block.
+struct DeltaBase {
+  int base, first;
+};
+
+// The rows of a segment in one key head of a layer with the gated delta rule, and in the value heads that share it.
+struct Delta {
+  static constexpr int NO_ROW = -1, TAIL = -2;
+  int dim, value_dim, group, taps;  // dimensions of a key and of a value; value heads; tokens that the convolution sees, at most 4
+  float eps;
+  const float* convolution;  // [taps, channels]; the channels of query, key and values
+  const float *rates, *rate_bias;  // [group]
+  const float* norm;         // [value_dim]
+  int earlier, rows;         // local rows before the segment's own, and these
+  int blocks;                // complete blocks of text among those before
+  bool chain;
+  const DeltaRow* row;       // [rows]
+  const DeltaBase* bases;
+  int states;                // number of bases
+  const int* paths;
+  const float* inputs;       // [rows, stride]: projections, each of them from its place on
+  size_t stride;
+  int query, key, value, value_each, gate, gate_each;  // `each`: from one value head to the next
+  const float* gates;        // [rows, gates_stride]
+  size_t gates_stride;
+  int beta, beta_each, decay, decay_each;
+  float* out;                // [rows, out_stride]: from the first value head's on
+  size_t out_stride;
+  int out_each;
+  float* const* places;      // [earlier + rows] where rows are kept; null: nowhere
+  size_t offset;             // of this head there
+  const float *state, *tail; // [group, dim, value_dim] and [taps - 1, channels]: what the slot has; null: a text begins
+  int settled;               // local rows after which the state and the tail are kept; -1: they are not
+  float *kept_state, *kept_tail;
+  float* scratch;            // of `scratch_floats()`
+
+  int channels() const { return 2 * dim + group * value_dim; }
+  size_t key_floats() const { return size_t(dim) + size_t(group) * value_dim + group; }  // of a row: its key, and what follows it
+  size_t state_floats() const { return size_t(group) * dim * value_dim; }
+  size_t held_states() const { return 1 + (chain ? size_t(states > 0) : size_t(states)); }
+  size_t scratch_floats() const {
+    return rows * key_floats() + held_states() * state_floats() + std::max<size_t>(16 * size_t(dim), dim + size_t(group + 2) * value_dim) + 16;
+  }
 };
 
 // How a row's tokens are drawn: those with the largest logit / temperature + Gumbel noise.
@@ -186,8 +244,9 @@ struct Kernels {
   // Rounds numbers to int8 codes: each four, the last ones with zeros, `stride` bytes behind the four before. Returns the step of
   // the codes; NaN where a number is not finite.
   float (*code)(const float* x, int count, uint8_t* codes, size_t stride);
-  // Changes one head's vector: RMS norm where there is a weight, rotation by `cosines` and `sines`, [dim / 2], then `scale`.
-  void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
+  // Changes one head's vector: RMS norm where there is a weight, rotation of the first `turned` dimensions by `cosines` and `sines`,
+  // [turned / 2], then `scale`.
+  void (*turn)(float* x, int dim, int turned, const float* weight, float eps, const float* cosines, const float* sines, float scale);
   // Spreads each number over all of a head's, or over the largest power of two that divides them (a Walsh-Hadamard transform), so
   // that none is much larger than the others. Products of two vectors stay the same.
   void (*spread)(float* x, int dim);
@@ -198,6 +257,9 @@ struct Kernels {
   int (*above)(const float* x, int count, float bound, int32_t* places);
   // The sum of exp((x - top) * factor) over the x that are not more than `bound`.
   double (*mass)(const float* x, int count, float top, float factor, float bound);
+  // Bounds numbers smoothly: most * tanh(x / most).
+  void (*cap)(float* x, int count, float most);
+  void (*delta)(const Delta&);
 };
 
 // Finds the best tokens of a row.
