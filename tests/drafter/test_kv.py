@@ -42,6 +42,7 @@ class Engine(SimpleNamespace):
             unpadded_vocabulary=VOCABULARY,
             fed_width=0,
             samples_tokens=False,
+            rewinds=True,
             grows_trees=False,
             heartbeat_s=None,
         )

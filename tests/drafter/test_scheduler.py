@@ -40,6 +40,7 @@ class Engine(SimpleNamespace):
             unpadded_vocabulary=VOCABULARY,
             fed_width=0,
             samples_tokens=False,
+            rewinds=True,
             grows_trees=False,
             heartbeat_s=None,
             following=set(),

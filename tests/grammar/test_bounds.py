@@ -106,10 +106,19 @@ def test_a_process_that_is_killed_is_replaced_and_its_sessions_move(compiler: Gr
     assert compiler.start(WORDS, tenant="one").allowed(()).any()
 
 
+def both_serve(forked: list[int]) -> bool:
+    """Whether the process of a grammar and that for the next one have left the first one's socket, their 0."""
+    return len(forked) == 2 and not any(os.path.lexists(f"/proc/{pid}/fd/0") for pid in forked)
+
+
 def test_the_first_process_is_replaced(compiler: GrammarCompiler) -> None:
     before = grammar_processes().keys()
     state = compiler.start(WORDS)
     (first,) = grammar_processes().keys() - before
+    deadline = time.monotonic() + 10
+    while not both_serve(grammar_processes()[first]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     kill(first)
     for number in range(3):  # one was there already
         assert compiler.start(Grammar("regex", f"[ab]{{{number + 1}}}")).allowed(()).any()

@@ -86,6 +86,7 @@ def scheduler(**proposers: Any) -> StepScheduler:
     engine: Any = SimpleNamespace(
         slots=8,
         treeless="",
+        rewinds=True,
         memory=lambda *_: None,
         release=lambda *_: None,
         vocabulary=VOCABULARY,

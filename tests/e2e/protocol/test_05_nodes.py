@@ -76,7 +76,7 @@ async def no_keys() -> dict[bytes, float]:
 
 
 async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_commit() -> None:
-    engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
+    engine: Any = SimpleNamespace(slots=1, treeless="", rewinds=True, memory=lambda *_: None)
     loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     sink = UpstreamServicer("verifier", b"", TicketVerifier(no_keys, time.time))
     sink.serve(loop)

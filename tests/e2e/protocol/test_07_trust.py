@@ -426,7 +426,7 @@ async def test_an_overconfident_drafter_s_scores_fall_and_no_other_drafter_s_nod
 
 
 async def test_no_session_has_more_than_twice_its_fair_share_of_a_step_where_several_compete() -> None:
-    engine: Any = SimpleNamespace(slots=4, treeless="", memory=lambda *_: None)
+    engine: Any = SimpleNamespace(slots=4, treeless="", rewinds=True, memory=lambda *_: None)
     flat = CostModel([(2, 0.004), (256, 0.004)])  # so that every node is worth verifying
     loop = StepScheduler(engine, flat, prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     tokens = (1, 2, 3)

@@ -55,7 +55,7 @@ def session_of(drafting: NgramProposers, number: int = 0, plan: Plan = PLAN, **t
 
 
 def loop_of(cost: CostModel, max_nodes: int = 64) -> StepScheduler:
-    engine: Any = SimpleNamespace(slots=64, treeless="", memory=lambda *_: None)
+    engine: Any = SimpleNamespace(slots=64, treeless="", rewinds=True, memory=lambda *_: None)
     return StepScheduler(engine, cost, prefill_chunk=128, max_nodes=max_nodes, publish=lambda *_: None)
 
 
