@@ -107,7 +107,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_sessions_move(compiler: Gr
 
 
 def both_serve(forked: list[int]) -> bool:
-    """Whether the process of a grammar and that for the next one have left the first one's socket, their 0."""
+    """Return whether the process of a grammar and that for the next one have left the first one's socket, their 0."""
     places = [f"/proc/{pid}/fd/0" for pid in forked]
     return len(forked) == 2 and not any("socket:" in it for it in map(os.path.realpath, places))
 
