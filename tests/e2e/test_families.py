@@ -46,5 +46,9 @@ async def test_drafts_of_a_family_for_itself(family: str, tmp_path: Path, prompt
             assert fast.token_ids == plain.token_ids
             return fast.usage.accepted
 
-        accepted = [await asyncio.gather(*(ask(it, temperature) for it in prompts[:3])) for temperature in (0.0, 0.8)]
-        assert all(map(sum, accepted))
+        for temperature in (0.0, 0.8):
+            for _ in range(10):  # the first answers may end before a drafter has joined
+                if any(await asyncio.gather(*(ask(it, temperature) for it in prompts[:3]))):
+                    break
+            else:
+                pytest.fail(f"no draft was accepted at temperature {temperature}")
