@@ -158,6 +158,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_distribution.py",
     "tests/e2e/test_exactness.py",
     "tests/e2e/test_families.py",
+    "tests/e2e/test_compiled_families.py",
     "tests/e2e/test_faults.py",
     "tests/e2e/test_hub.py",
     "tests/e2e/test_kv_memory.py",
