@@ -20,7 +20,7 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # their underscor
 
 # Each figure, what it may be today, and what it is to become.
 LIMITS = {
-    "lines of the product": (78_957, 53_000),
+    "lines of the product": (78_955, 53_000),
     "folders with more files than 16": (0, 0),
     "classes with more lines than 250": (0, 0),
     "modules that import a message's module": (14, 14),

@@ -126,7 +126,12 @@ def family_of(checkpoint: Path) -> Family | None:
     """Return the family of a checkpoint; None for one that the engine does not run. Raises CheckpointError."""
     if is_gguf(checkpoint):
         return BY_ARCHITECTURE.get(read_gguf(checkpoint).text("general.architecture"))
-    return BY_MODEL_TYPE.get(str(text_fields(read_json(checkpoint / "config.json")).get("model_type")))
+    return _family(read_json(checkpoint / "config.json"))
+
+
+def _family(raw: dict[str, Any]) -> Family | None:
+    """Return the family of a config.json."""
+    return BY_MODEL_TYPE.get(str(text_fields(raw).get("model_type")))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -145,7 +150,8 @@ def read_config(folder: Path) -> ModelConfig:
     if family is None:
         raise wrong("model_type", f"one of {', '.join(BY_MODEL_TYPE)}: the engine runs these families")
     read_method(raw, path)
-    fields.only("hidden_act", "silu") if "hidden_activation" not in raw else None
+    if "hidden_activation" not in raw:  # which counts in the families that have it
+        fields.only("hidden_act", "silu")
     width, heads = count("hidden_size"), count("num_attention_heads")
     kv_heads = count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -287,7 +293,7 @@ class Weights(StoredTensors):
         layout = safetensors_layout([CheckpointFile(shard) for shard in shards])
         config = checkpoint / "config.json"
         raw = read_json(config) if config.exists() else {}
-        named = _renamed(layout, family_of(checkpoint) if raw else None)
+        named = _renamed(layout, _family(raw))
         method = read_method(raw, config) if raw else None
         super().__init__(
             with_quantized(named, method) if method else named, index if has_index else shards[0], progress

@@ -79,7 +79,7 @@ class CpuEngine(Engine):
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
-                kv_bytes=sizes["kv_bytes"],
+                kv_bytes=sizes["kv_bytes"] + sizes["state_bytes"],
                 kv_tokens=sizes["kv_bytes"] // sizes["page_bytes"] * PAGE if bounded else 0,
                 features=settings.features,
                 unpadded_vocabulary=config.unpadded_vocabulary,

@@ -64,8 +64,7 @@ def _of_gguf(file: GgufFile, config: ModelConfig) -> Mapping[str, Any]:
         layers=(True,) * config.layers,
         shared=file.number(f"{kind}.expert_shared_feed_forward_length") if kind == "qwen2moe" else 0,
     )
-    own = {"qwen3moe": {"head_norms": True}, "olmoe": {"head_norms": True}}.get(kind, {})
-    return {**own, "parts": LayerParts(whole_norms=kind == "olmoe", experts=experts)}
+    return {"head_norms": kind != "qwen2moe", "parts": LayerParts(whole_norms=kind == "olmoe", experts=experts)}
 
 
 _MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}

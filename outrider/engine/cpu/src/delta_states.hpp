@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,7 +37,7 @@ struct DeltaShape {
 // The rows that a pass adds to a slot, and what it has before them.
 struct DeltaPlan {
   int slot = 0, begin = 0, end = 0;  // rows before the state; rows after the pass
-  int earlier = 0, blocks = 0, settled = -1, states = 0;  // see `Delta`
+  int earlier = 0, blocks = 0, settled = -1;  // see `Delta`
   bool chain = false, keeps = true;  // whether all rows are kept
   int state = -1, made = -1;  // states: what it begins from, and what it makes; -1: none
   std::vector<DeltaRow> rows;
@@ -51,13 +50,14 @@ class DeltaStates {
  public:
   static constexpr int BLOCK_ROWS = 16;
   static constexpr int STEP = 64;  // rows up to which a pass keeps all of them
+  static constexpr size_t KEPT = 2;  // states of a slot
 
-  DeltaStates() = default;
   DeltaStates(const DeltaShape& shape, int layers, int slots) : shape_(shape), layers_(layers), slots_(slots) {}
 
   size_t state_bytes() const { return (shape_.state_floats() + shape_.tail_floats()) * layers_ * sizeof(float); }
   size_t page_bytes() const { return shape_.row_floats() * layers_ * BLOCK_ROWS * sizeof(float); }
-  size_t bytes() const { return states_.size() * state_bytes() + pages_.size() * page_bytes(); }
+  // Those of the states that all slots keep.
+  size_t bytes() const { return slots_.size() * KEPT * state_bytes(); }
 
   // `positions`, `sees`: of the new rows. `wanted`: rows of which logits are wanted; where it is one at most, the rows of a chain are text.
   template <class Sees>
@@ -80,7 +80,6 @@ class DeltaStates {
     const int text = !chain ? committed : plan.earlier + (wanted <= 1 ? count : 1);
     if (text / BLOCK_ROWS) plan.settled = text / BLOCK_ROWS * BLOCK_ROWS;
     map_paths(plan, committed, count, span, positions, sees, demand);
-    plan.states = int(plan.bases.size());
     const bool all_rows = !chain || wanted > 1 || count <= STEP;
     if (plan.settled > 0) {
       plan.made = take_state();
@@ -107,7 +106,7 @@ class DeltaStates {
     if (plan.made < 0) return;
     it.states.push_back(plan.made);
     it.from = plan.keeps ? std::max(it.from, plan.begin) : states_[plan.made].rows;
-    while (it.states.size() > 2) let_go(it.states.front()), it.states.erase(it.states.begin());
+    while (it.states.size() > KEPT) let_go(it.states.front()), it.states.erase(it.states.begin());
     for (int page = 0; page < it.from / BLOCK_ROWS && page < int(it.pages.size()); page++) free_page(it.pages[page]);
   }
 
@@ -165,6 +164,7 @@ class DeltaStates {
   void map_paths(DeltaPlan& plan, int committed, int count, int span, const int64_t* positions, Sees sees, Demand demand) const {
     std::map<int, int> known;  // the number of each base, by its last row
     std::vector<int> before;   // rows before the row at hand, one for each position
+    const auto same = [](int at) { return at; };  // the row at each position of a chain
     if (plan.chain)
       for (int local = 0; local < plan.earlier + count; local++) plan.paths.push_back(local);
     const auto base_of = [&](int block, const auto& row_at, const auto& first_at) {
@@ -181,7 +181,6 @@ class DeltaStates {
       int place;
       if (plan.chain) {
         place = plan.earlier + row;
-        const auto same = [](int at) { return at; };
         it.base = base_of(place / BLOCK_ROWS, same, same);
         it.first = place / BLOCK_ROWS * BLOCK_ROWS;
       } else {
@@ -206,10 +205,7 @@ class DeltaStates {
       }
       plan.rows.push_back(it);
     }
-    if (plan.chain && plan.settled > 0) {
-      const auto same = [](int at) { return at; };
-      base_of(plan.settled / BLOCK_ROWS, same, same);
-    }
+    if (plan.chain && plan.settled > 0) base_of(plan.settled / BLOCK_ROWS, same, same);
   }
 
   // The floats of a row; null where it has no page and none is wanted.

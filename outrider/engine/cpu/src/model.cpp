@@ -705,7 +705,7 @@ void Model::recur(int thread, int layer) {
     a.rates = &it.decay_rates[size_t(head) * group], a.rate_bias = &it.decay_biases[size_t(head) * group];
     a.norm = it.state_norm.data();
     a.earlier = plan.earlier, a.rows = int(plan.rows.size()), a.blocks = plan.blocks, a.chain = plan.chain;
-    a.row = plan.rows.data(), a.bases = plan.bases.data(), a.states = plan.states, a.paths = plan.paths.data();
+    a.row = plan.rows.data(), a.bases = plan.bases.data(), a.states = int(plan.bases.size()), a.paths = plan.paths.data();
     a.inputs = qkv_ + first * qkv_wide_, a.stride = qkv_wide_;
     a.gates = rates_ + first * rates_wide_, a.gates_stride = rates_wide_;
     const int value = shape.value_head(head, 0), each = group > 1 ? shape.value_head(head, 1) - value : 0;

@@ -139,7 +139,8 @@ class Model {
   Kind adapter_kind() const { return type_.kind == Kind::float32 ? Kind::float32 : Kind::bfloat16; }
   Pages& pages() { return pages_; }
   size_t weight_bytes() const;
-  size_t kv_bytes() const { return pages_.bytes() + shape_.slots * 2 * states_.state_bytes(); }
+  size_t kv_bytes() const { return pages_.bytes(); }
+  size_t state_bytes() const { return states_.bytes(); }
   bool has_states() const { return shape_.attending() < shape_.layers; }
 
   void set_layer(int index, const LayerArrays& given);

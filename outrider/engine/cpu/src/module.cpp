@@ -532,9 +532,9 @@ PyObject* pages(Object& self, PyObject* args) {
 
 PyObject* sizes(Object& self, PyObject*) {
   Model& model = model_of(self);
-  return Py_BuildValue("{s:s,s:n,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
+  return Py_BuildValue("{s:s,s:n,s:n,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
                        Py_ssize_t(model.weight_bytes()), "page_bytes", Py_ssize_t(model.pages().page_bytes()), "kv_bytes",
-                       Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
+                       Py_ssize_t(model.kv_bytes()), "state_bytes", Py_ssize_t(model.state_bytes()), "kv_bytes_taken",
                        Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s", model.exchange_seconds());
 }
 
