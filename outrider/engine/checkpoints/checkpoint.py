@@ -150,7 +150,7 @@ def read_config(folder: Path) -> ModelConfig:
     if family is None:
         raise wrong("model_type", f"one of {', '.join(BY_MODEL_TYPE)}: the engine runs these families")
     read_method(raw, path)
-    if "hidden_activation" not in raw:  # which counts in the families that have it
+    if "hidden_activation" not in raw:
         fields.only("hidden_act", "silu")
     width, heads = count("hidden_size"), count("num_attention_heads")
     kv_heads = count("num_key_value_heads", heads)
